@@ -275,7 +275,8 @@ def checked_call(
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (q, k, v), cast to the dtype of autocast if it is enabled for the device of q.
 
-    float64 and integer tensors are not cast. If one of the three is no tensor, all are returned unchanged.
+    Only floating-point tensors are cast, and float64 is not. If one of the three is no tensor, all are returned
+    unchanged.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return q, k, v  # later checks refuse other types

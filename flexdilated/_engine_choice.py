@@ -1,6 +1,6 @@
 """Choice of the engine that computes a call of `attend`, and the reasons why an engine cannot compute it.
 
-ValueError is raised if an engine that the caller names cannot serve a call; the default is then replaced by "portable".
+An engine that the caller names raises ValueError for a call that it cannot serve; a default is replaced by "portable".
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def choose_engine(
         "reference".
     sides: requested block size in tokens, (queries, keys); () for none.
 
-    Raises ValueError for an unknown engine, and for one that cannot serve calls with these arguments; the text says
-    why. The pattern is not checked for "aten" on CUDA, which computes only branches that are dense or causal.
+    Raises ValueError, with the reason, for an unknown engine, for a named one that cannot serve the call, and if
+    neither the default nor "portable" can. The pattern is not checked for "aten" on CUDA, which computes only branches
+    that are dense or causal.
     """
     check_engine(engine)
     if q.is_meta:

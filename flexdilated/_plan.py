@@ -51,8 +51,8 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 class PlannedTerm:
     """A term of the chosen plan, or several equal terms: one item of `PlanReport.terms`.
 
-    branch: number of the branch of the pattern, from 1, or "all" if the plan computes all branches of a mixture
-        together.
+    branch: number, from 1, among the distinct branches of the pattern, or "all" for all branches of a mixture together.
+        If a table of keys or blocks is read directly, 1 is for its pairs, and the other branches follow.
     layout: name of the token order.
     shape: structure of the mask, such as "dense", "causal" or "blocks of 128"; for a table of keys or blocks that is
         read without block lists, "table of blocks of 1 x 1" or the like, or "lists of single keys".
@@ -81,7 +81,7 @@ class WeighedOption:
 
     Its predicted cost is that of the forward pass for one batch entry.
 
-    branch: number of the branch, from 1, or "all" for all branches of a mixture together.
+    branch: as in `PlannedTerm`.
     layout: name of the token order.
     computed_pairs: (query, key) pairs in the blocks that are computed, over all heads.
     moved_bytes: bytes read and written to gather q, k and v and to merge outputs.

@@ -235,7 +235,7 @@ def __getattr__(name: str) -> Any:
 
 
 def in_forward_mode() -> bool:
-    """True inside a level of forward-mode AD, such as torch.func.jvp or torch.autograd.forward_ad.dual_level."""
+    """Return True inside a level of forward-mode AD, such as torch.func.jvp or torch.autograd.forward_ad.dual_level."""
     try:
         return forward_ad._current_level >= 0
     except AttributeError:

@@ -363,6 +363,7 @@ def run_time_tensors(
 ) -> list[Tensor]:
     """Return the run-time tensors that a pattern needs, sorted by name; sparse ones are packed into dense ones.
 
+    While torch.compile traces, sparse ones raise ValueError.
     Tensors are copied to the CPU here, once per call. Tables of selected keys or blocks stay on their device.
 
     bindings: {name: tensor} for the tensors that the pattern does not hold.

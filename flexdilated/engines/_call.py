@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
-        """Return the Call that has these q and k and the values of `Call.arguments`.
+        """Return the Call with these `Call.arguments`, and with the numbers of heads and tokens of q and k.
 
         Sizes and offsets are converted to int, which makes symbolic ones constants in a torch.compile trace.
         """

@@ -177,8 +177,8 @@ class PickedSide:
     Slot s of fold f of the side's head h holds token index[h, f, s] of head heads[h] of a tensor. An index of a single
     head serves all heads of the side.
 
-    heads: head of the tensor for each head of the side. The side has the heads of the term or, in some terms whose
-        heads share tensor heads and hold equal tokens, these tensor heads.
+    heads: head of the tensor for each head of the side. The side has the heads of the term or, for some terms whose
+        query heads share key/value heads, each of these key/value heads once.
     """
 
     heads: tuple[int, ...]
@@ -363,12 +363,13 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
 def _placed_key_side(term: Term, placement: Placement, groups: int) -> StridedSide | PickedSide:
     """Return the key side of a term whose keys are numbered by position: the reader and writer of its k and v tokens.
 
+    A slot whose position has no token in k and v reads some other token; no allowed pair may have such a slot.
+
     placement: positions of the tokens in k and v.
     groups: number of query heads for each key/value head.
 
-    Each key/value head is gathered once if the term has all query heads of its key/value heads, from head 0 on, and
-    term.k is a ListedOrder, a Folded, or a Compact with equal starts for all heads. Else it is read once for each query
-    head.
+    Each key/value head is read once if the term has all query heads of its key/value heads, from head 0 on, and term.k
+    has equal tokens for all heads. Else it is read once for each query head.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, ListedOrder | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
@@ -385,12 +386,12 @@ def _located_side(
 ) -> StridedSide | PickedSide:
     """Return the reader and writer of one side of a term, from the places of its tokens in a tensor.
 
-    The result is a StridedSide if the places in a fold ascend evenly, the folds are evenly spaced and do not descend,
-    and these two distances are equal for all folds and heads; else it is a PickedSide.
+    The result is a StridedSide if these places have the form of a Compact (see `_as_compact`), else a PickedSide.
 
     heads: the term's heads, or one of them for each key/value head.
     tensor_heads: head of the tensor that each of `heads` reads.
-    locate: function (head of the tensor, tokens of the layout) -> indices of these tokens in the tensor.
+    locate: function (head of the tensor, tokens of the layout) -> indices of these tokens in the tensor; any index for
+        a token that the tensor lacks.
     """
     tokens = layout.tokens()
     tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)

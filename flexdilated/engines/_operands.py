@@ -57,7 +57,7 @@ def additive_mask(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Ten
 
 
 def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """Return a tensor of random 64-bit integers, the same in every call: the seed is fixed.
+    """Return a tensor of random 64-bit integers, the same in every call with this shape: the seed is fixed.
 
     If each number stands for a member of a set, the sum of the numbers of some members is a fingerprint of them.
     """
@@ -110,8 +110,8 @@ _HAS_WIDE_OFFSETS = torch.__version__ >= "2.15"
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """Return x, or a contiguous copy if its elements are too far apart in memory for kernels with 32-bit offsets.
 
-    x is copied if its last element lies 2**31 - 1 or more elements after its first, as in a view of a larger tensor,
-    such as the values of a fused projection of a million tokens. On CPU, x itself is returned.
+    They are too far apart if the last element lies 2**31 - 1 or more elements after the first, as in a view of a larger
+    tensor. On CPU, x itself is returned; so is a contiguous x, however large.
 
     is_flash: True for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15.
     """
@@ -123,10 +123,10 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 
 @dataclass(frozen=True, eq=False)
 class HiddenSlots:
-    """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
+    """Masks of queries that attend to no key, and of keys that no query attends to, in a term or in a dense call.
 
-    E is the number of batch entries, or 1 if all have equal masks. X is the number of the term's heads, or 1 if all
-    have equal masks. `queries` may be None if no query is hidden, `keys` if no key is hidden.
+    A mask may have either value at slots outside all listed blocks, which kernels do not read. E is the number of batch
+    entries, X the number of query heads; each is 1 if all have equal masks. A mask without True may be None.
     """
 
     queries: Bool[Tensor, "E X Q"] | None
@@ -216,8 +216,6 @@ def _hidden_mask(
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
     """Return masks of a term's hidden slots: queries and keys that are in no allowed pair.
-
-    For slots outside the listed blocks, which kernels do not read, a mask may have either value.
 
     blocks: the term's block list for each batch entry, or one for all.
     """

@@ -80,7 +80,7 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     detached: autograd forbids in-place writes to a view among several outputs. It raises ValueError, eagerly and in a
     trace, for inputs with tangents (which a custom op would drop), mapped dims or gradients inside `torch.func`. List
     arguments may be None, which AOTInductor packages pass for an empty list; only the op's first argument may not, as
-    torch finds the kernel by it.
+    torch finds the kernel by it. A mapped tensor in a list that may be None makes torch fail: callers check such lists.
 
     name: with the namespace, such as "flexdilated::aten".
     """

@@ -32,7 +32,7 @@ def exports_to_onnx() -> bool:
 def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
     """Return, for each pair, the number of branches that allow it and, with dropout, in which dropout keeps it.
 
-    Without dropout, B is 1 if the rule is the same for all batch entries.
+    Without dropout, B is 1 if the pattern has a single entry for the whole batch.
     """
     b, h, q, k = _pair_indices(bound, device)
     entries = bound.pattern.num_entries()

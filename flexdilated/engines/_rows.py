@@ -52,7 +52,7 @@ class RowPart:
 
     rows: slice of the call's queries.
     slots: token indices of the n keys in the key tensor.
-    keys: slice of these n keys among the keys of `seen`.
+    seen: all keys that the head group sees; `keys` is the slice of the n keys among them.
     pairs: True where a query sees a key; None if every query sees every key.
     blind: True for queries that see no key of the part; None if every query sees one.
     level: index of the output buffer; parts of one level have no query head in common, so they share a buffer.
@@ -96,7 +96,7 @@ class RowPart:
             heads.index_add_(2, self.slots.to(grad.device), grad)
 
     def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
-        """Return an additive mask of the scores: 0 for visible, -inf for hidden pairs; None if every pair is visible.
+        """Return an additive mask of the scores: 0 for allowed pairs, -inf for others; None if every pair is allowed.
 
         The mask is the same for all key/value heads, each of which has R rows.
 
@@ -110,7 +110,7 @@ class RowPart:
     def modified_scores(
         self, scores: Float[Tensor, "B g R n"], score_mod: ScoreMod, num_heads: int
     ) -> Float[Tensor, "B g R n"]:
-        """Return the scores after score_mod, with -inf for hidden pairs.
+        """Return the scores after score_mod, with -inf for pairs that are not allowed.
 
         score_mod: called with indices (not positions) of batch entry, query head and query, and with positions of keys.
         num_heads: number of query heads of the call.
@@ -207,9 +207,9 @@ def matrix_forward(
 ) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
     """Return (out, natural lse) of attention in float32 or wider, by two matrix products: for a few rows on any device.
 
-    A row without visible keys has output 0 and lse -inf. The R rows are in the order of `RowPart.of_rows`.
+    A row whose scores are all -inf has output 0 and lse -inf. The R rows are in the order of `RowPart.of_rows`.
 
-    bias: added to the scores; -inf hides a pair.
+    bias: added to the scores; -inf for pairs that are not allowed.
     """
     return _out_and_lse(_scores(q, k, scale, bias), v)
 
@@ -390,11 +390,11 @@ class KeySlots(Protocol):
     """Map from positions of stored keys to slots: token indices in the tensors that hold keys and values."""
 
     def slices(self, positions: range) -> list[slice]:
-        """Return slices of the slots that hold the keys at these positions, in order."""
+        """Return slices of the slots with the keys at these ascending positions, in order; all must be stored."""
         ...
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Return the slot of the key at each position."""
+        """Return the slot of the key at each position; positions are on the CPU, and all must be stored."""
         ...
 
 

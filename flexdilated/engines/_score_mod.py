@@ -175,7 +175,10 @@ def _replace_hidden_pairs(
 
 
 def index_map_of(term: Term, device: torch.device) -> IndexMap:
-    """Return the map from a term's kernel indices to global heads and positions, in the form of least memory."""
+    """Return the map from a term's kernel indices to global heads and positions, in the form of least memory.
+
+    A slot without a token is mapped to the position of some token.
+    """
 
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)
@@ -266,7 +269,7 @@ def at_offsets(
 
 
 def function_key(x: object, depth: int = 4) -> Hashable:
-    """Return a key of a function x: its code, and the values that it captures or has as default arguments.
+    """Return a hashable key of x; that of a function has its code, and the keys of its captured and default values.
 
     Numbers, strings, bytes, ranges, dtypes, devices and patterns count by type and value, as they are constants of a
     traced graph. Functions, lists, tuples, dicts and sets count by their contents, up to `depth` levels deep. Deeper

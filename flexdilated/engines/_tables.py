@@ -21,10 +21,10 @@ Entry = TypeVar("Entry")
 def table_split_of(call: Call) -> TableSplit | None:
     """Return the call's pattern, split into a table of keys or blocks, a mask on its pairs, and other pairs.
 
-    The table lists the keys of each query, or the key blocks that each query block selects. The result is None if the
-    pattern has no such table, if the table cannot be separated from the other pairs, or if tokens are not at
-    consecutive positions in natural order. It is None, too, if the first key does not begin a block, unless the table
-    is read as lists of single keys.
+    The table lists the keys of each query, or the key blocks that each query block selects. The result is None unless
+    the pattern has exactly one such table, this can be separated from the other pairs, and tokens are at consecutive
+    positions in natural order. It is None, too, if the first key does not begin a block, unless the table is read as
+    lists of single keys.
     """
     found = table_split_in_text(call.pattern) if not call.placement and call.rate == 1 else None
     if found is None or lists_keys(found.leaf):
@@ -36,7 +36,7 @@ def table_split_of(call: Call) -> TableSplit | None:
 def table_split_in_text(text: str) -> TableSplit | None:
     """Return a pattern, given as JSON, split into a table of keys or blocks, a mask on its pairs, and other pairs.
 
-    The result is None if the pattern has no such table, or if the table cannot be separated from the other pairs.
+    The result is None unless the pattern has exactly one such table and this can be separated from the other pairs.
     """
     has_table = any(f'"kind":"{kind}"' in text for kind in ("selected_blocks", "sparse"))
     return table_split(read_text(text)) if has_table else None
@@ -71,7 +71,10 @@ class ListedParts(NamedTuple):
 
 @graph_constant
 def listed_parts(text: str) -> ListedParts | None:
-    """Return a pattern, given as JSON, split by its table of single keys; None if it has no table that can be split."""
+    """Return a pattern, given as JSON, split by its table of single keys.
+
+    The result is None if that of `table_split_in_text` is, or if the table is not read as lists of single keys.
+    """
     return _listed_parts(text)
 
 
@@ -119,9 +122,9 @@ def require_batch(entries: int, batch: int) -> None:
 
 @outside_torch_modes
 def table_problems(call: Call, selection: TableSplit, bindings: Sequence[Tensor], batch: int) -> list[TableProblems]:
-    """Return a list with the problems of a call's table of selected blocks, one item for each batch entry.
+    """Return a list with the problems of a call's table of selected blocks for each batch entry.
 
-    There is one item, for all batch entries, if the table and the rule have a single entry.
+    It has one item for the whole batch if the table and the rule have a single entry.
 
     selection: split of the call's pattern into the table, the rule that further restricts its pairs, and other pairs.
     bindings: run-time tensors of the pattern, sorted by name.

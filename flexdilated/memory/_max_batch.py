@@ -203,7 +203,7 @@ def _held_bytes(device: torch.device) -> int:
 
 
 def _return_freed_pages() -> None:
-    """Make glibc return the freed pages that it keeps, which would count as held; other C libraries keep few."""
+    """Make glibc return the freed pages that it keeps, which would count as held; do nothing without glibc."""
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 

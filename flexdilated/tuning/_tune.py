@@ -134,7 +134,7 @@ def time_in_rounds(runs: Sequence[TimedRun], *, seconds: float, device: torch.de
 class TimedOption:
     """An option (a way to compute one or all branches of a pattern) with its predicted and its median measured time.
 
-    branch: index of its branch; None: all branches together.
+    branch: index of its branch among the distinct branches; None: all branches together.
     """
 
     branch: int | None
@@ -237,8 +237,8 @@ def measure_options(
     A way to compute one branch is not timed if it is predicted to take over 4 times as long as the branch's cheapest.
     If there are ways to compute all branches together, all of these are timed, and, as one more way, the fastest ways
     of the branches, one after the other. Times are of the forward, or with `backward` of forward and backward, for
-    random inputs of one batch entry. In a mixture, the name of a way for one branch begins with the branch's number,
-    from 1: "branch 1: natural".
+    random inputs of one batch entry. In a mixture, the name of a way for one branch begins with the branch's number
+    among the distinct branches, from 1: "branch 1: natural".
     """
     x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
     many = len(bound.pattern.branches()) > 1
@@ -256,8 +256,8 @@ def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bi
     """Measure the ways to compute this call, unless it has been measured, and store the fastest for later calls.
 
     It measures forward and backward if gradients are enabled and q, k or v requires one, else forward; a measurement of
-    forward alone is repeated at the first call that needs the backward. It measures nothing while torch.compile traces,
-    and for fake tensors.
+    forward alone is repeated at the first call that needs the backward. It measures nothing while torch.compile traces
+    or for fake tensors.
 
     has_bindings: True if the pattern has run-time tensors.
 

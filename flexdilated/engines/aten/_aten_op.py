@@ -135,7 +135,6 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
 
-    call: pattern and sizes of the call.
     sinks: for each head the logit of an extra key with value 0; None for no sinks.
     bindings: run-time tensors of the pattern, sorted by name.
 
@@ -219,7 +218,6 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
 
-    call: pattern and sizes of the call.
     bindings: run-time tensors of the pattern, sorted by name.
     whole: out, lse and their gradients, of rows that may have more keys than the call, or a sink.
     """
@@ -355,13 +353,12 @@ def program_of(
 ) -> Program:
     """Return the cached program of a call on devices of a kind, such as "cpu"; make it if it is not in the cache.
 
-    call: pattern and sizes of the call.
     rule: the pattern with the values of its run-time tensors; None if it has none.
     choice: options measured to be the fastest; None for the cheapest by predicted cost.
     operands: sizes on which costs depend; None for usual ones.
     written: JSON text of the caller's pattern, by which the cache groups its programs.
-    hides_keys: True if an additive mask will hide keys, so that the plan may not use key weights, which are additive
-        too.
+    hides_keys: True if the caller sets `Program.visible`. The plan then has no key weights: kernels add either these or
+        a mask of keys to the scores.
     """
 
     def build() -> Program:

@@ -194,8 +194,8 @@ def make_program(
 
     given: token order of q, k and v.
     block_size: (queries, keys) of blocks in tokens; empty for the default of each term.
-    slots_at_once: maximum number of slots, in all heads and folds, of a term whose queries are copied; larger terms are
-        split, down to one head and fold.
+    slots_at_once: most query slots, and most key slots, in all heads and folds of a term whose queries are copied;
+        larger terms are split, down to one head and fold.
     placement: positions of the tokens if the plan is for tokens at arbitrary positions; None if they are consecutive.
     """
     groups = plan.bound.num_heads // num_kv_heads
@@ -244,9 +244,10 @@ def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 
 
 def _portions_of(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """Return the terms of at most `most_slots` slots into which a term is split; (term,) if its queries are not copied.
+    """Return the smaller terms into which a term is split; (term,) if it is small, or its queries are not copied.
 
-    The slots of all heads and folds count. A term of one head and one fold may exceed the limit.
+    Each has at most `most_slots` query slots, and at most as many key slots, in its heads and folds together, unless it
+    has only one head and one fold.
     """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)

@@ -37,11 +37,11 @@ class Problems:
     """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
     set: index of the head set of each problem.
-    query: index of each query in the call.
-    block: index of each key block.
-    place: index of each query's result among the results of its head set; -1 for padding. A head set has one result for
-        each query of the portion or, if results of blocks are merged later, one for each query and table entry.
-    shown: True for visible (query, key) pairs; None if every query sees every key.
+    query: index of each query in the call; for padding, the index of some query.
+    block: index of each key block; for a table entry without a block it is 0, and `shown` is False.
+    place: index of each query's result among the results of its head set that are held at once; -1 for padding. These
+        are one for each query or, if results of blocks are merged later, one for each query and table entry.
+    shown: True for allowed (query, key) pairs; None if every query, apart from padding, sees every key.
     """
 
     set: Int64[Tensor, " n"]
@@ -147,7 +147,12 @@ class QueryRows:
     def _attend(
         self, each: Problems, rows: Tensor, blocks: _KeyValues, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
     ) -> None:
-        """Write out and lse of each query of a batch of problems to parts and lses, at index begin + each.place."""
+        """Write out and lse of each query of a batch of problems to parts and lses, at index begin + each.place.
+
+        Padding is left out.
+
+        begin: for each problem, the index of the first result of its head set.
+        """
         groups = rows.shape[2]
         found = (
             (self._blocks_from_tokens(each, x) for x in blocks)
@@ -197,7 +202,7 @@ class QueryRows:
     ) -> None:
         """Add the gradients of a batch of problems to `totals`, (dq, dk, dv), in place.
 
-        whole: (q, gradient of out, out, lse), of all queries.
+        whole: (q, gradient of out, out, lse) of all queries, by head set, as `_by_set` returns them.
         """
         groups, dtype = whole[0].shape[2], totals[0].dtype
         keys, values = (each.clear_keys_(x) for x in self._keys_and_values(each, blocks))

@@ -222,7 +222,7 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 class _BlockLists:
     """The m non-empty block lists of a `Blocks`: the key blocks of one query block, or of several that were joined.
 
-    A list's key blocks are `length` entries of the `Blocks`, from entry `begin` on.
+    A list's key blocks are `length` consecutive blocks of the `Blocks`, from index `begin` on.
 
     table, row: index of the list's block table, and its first query block.
     num_queries, num_keys: number of tokens.
@@ -343,7 +343,7 @@ def _even_sequences(
 ) -> Iterator[Int64[Tensor, " m"]]:
     """Yield indices of problems: of each sequence with evenly spaced queries and keys, then of all other problems.
 
-    row, columns: query block and key blocks of each problem.
+    row, columns: first query block, and key blocks, of each problem; query blocks ascend.
 
     A sequence has at least `least` problems, each with consecutive key blocks, so it can be read as strided views.
     """
