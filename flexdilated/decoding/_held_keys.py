@@ -230,7 +230,7 @@ class HeldKeys:
     def _are_visible(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """Return, for each page (range of positions), True if a query in [query, query + num_queries) may see its keys.
+        """Return, for each page (range of positions), True if a query in [query, query + num_queries) may see a key.
 
         False is certain; True, derived from bounds, is not.
 

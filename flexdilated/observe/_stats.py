@@ -31,6 +31,7 @@ class PoolStats:
     allocated_bytes: of all buffers, leased and idle.
     peak_bytes: largest value of allocated_bytes.
     leased_bytes: requested by open leases.
+    num_leases: leases that have a buffer of the pool.
     num_allocations: leases that needed new memory.
     num_plain: requested tensors that torch allocated without a lease, such as those below the threshold.
     reuse_rate: share of leases without new memory; 0 without leases.

@@ -22,7 +22,10 @@ from ._scores import LOG_SCORERS, for_heads, pools_for, scores_at_lists, scores_
 
 
 class HeadPart(NamedTuple):
-    """Batch entries and query heads with one rule, and the key/value heads that they read."""
+    """Batch entries and query heads with one rule, and the key/value heads that they read.
+
+    heads: all query heads, or a single one.
+    """
 
     entries: slice
     heads: slice
@@ -159,12 +162,13 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
 def _combine_heads(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
     """Return (scores, candidates) of `tables` tables, each of which combines H / tables query heads.
 
-    A block is a candidate of a table if it is a candidate for at least one of the table's heads. Only these heads add
-    to its score. With one table per head, `scored` is returned unchanged. Else the score of a block is
+    A block is a candidate of a table if it is a candidate for at least one of the table's heads. With one table per
+    head, `scored` is returned unchanged. Else the score of a block is
 
-    * for top_k with scores that are not logarithms: the sum of the heads' scores; heads that share scores count once;
-    * for all others: the log of the mean over the table's heads of exp(score). top_p and threshold first normalize
-      exp(score) over the candidates of each head.
+    * for top_k with scores that are not logarithms: the sum of the scores of the heads for which the block is a
+      candidate; heads that share scores count once;
+    * for all others: the log of the mean of exp(score) over all heads of the table, where a head for which the block is
+      no candidate counts as 0. top_p and threshold first normalize exp(score) over the candidates of each head.
 
     own: number of heads with scores of their own: H, or G if the query heads of a key/value head share them.
     """
@@ -302,9 +306,9 @@ def _(grad, q, k, given, *others):
 def _zero_where_blind(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (q, k) with zeros at queries of `some` that see no key, and at keys that no query block in `some` sees.
+    """Return (q, k) with zeros at the queries and keys at which the masks of `_visibility` are False.
 
-    NaN at these places would otherwise reach gradients.
+    NaN in them would otherwise reach gradients. Queries outside the query blocks `some` are unchanged.
     """
     sees, seen = _visibility(call, some, boxes, q, k)
     if sees is not None:
@@ -323,7 +327,7 @@ def _visibility(
     """Return (mask of queries that see a key, mask of keys that some query block sees), for the query blocks `some`.
 
     None stands for a mask of True only. Where query blocks are scored by their first query, the first mask has
-    this query's value at all queries of its query block.
+    this query's value at all queries of its query block. Its values at positions outside the call are arbitrary.
     """
     sees = seen = None
     if any(own.sees is not None for _, own in boxes):

@@ -404,9 +404,10 @@ def _ranges_of_rank(
     place: name, size, own rank and device type of the group of ranks.
     numbers: the sharding as integers.
     side: largest query_block, at a multiple of which each range must start.
-    facts: (name, value) pairs that must be equal on all ranks.
+    facts: (name, value) pairs that must be equal on all ranks, as the sharding must.
 
-    Raises ValueError on all ranks if `facts` differ between ranks, or a range of any rank starts elsewhere.
+    Raises ValueError on all ranks if `facts` or shardings differ, or if a range of any rank starts at no multiple of
+    `side`.
     """
     from ..distributed.group import Ranks, Sharding, check_agreement
 

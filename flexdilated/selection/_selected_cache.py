@@ -144,9 +144,10 @@ class TableAttention(NamedTuple):
 class SelectorState(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
-    pools: pooled keys of each block that the scorer needs: (mean,), (minimum, maximum), all three for a module, or ().
-    query_block: index of the last query block with a choice.
-    blocks, scores: chosen blocks of the last query block and their scores.
+    pools: the pools that the scorer needs: (mean,), (minimum, maximum), all three for a module, or (). After `cropped`
+        they still have the blocks, and in the last block the keys, that were removed.
+    query_block: number of the last query block with a choice; query block 0 begins at position 0.
+    blocks, scores: chosen blocks of this query block and their scores.
     coarse: state of the coarse selector; None without one.
     """
 
@@ -195,7 +196,9 @@ def advance(
     k: Float[Tensor, "B G M D"],
     scale: float,
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
-    """Return (chosen blocks, their scores, new state) for the next queries in decoding.
+    """Return (chosen blocks, their scores, new state) for the next queries in decoding, of which there must be one.
+
+    `can_continue_at` must be true for the position of the first of them.
 
     known: state before these queries; None before the first token.
     k: keys of all tokens so far, including the tokens of q.
