@@ -108,10 +108,10 @@ class Cohort:
     def _select(self, places: Sequence[int], entries: Sequence[int]) -> Cohort:
         """Return a cohort of some of this cohort's entries.
 
-        places: indices of these entries in this cohort.
-        entries: their indices in the batch of the cache that the returned cohort is for.
+        If it has all of them in order, the two share the buffer, and only one of the two may be changed.
 
-        It shares the buffer if it has all entries in order, so only one of the two cohorts may then be changed.
+        places: indices of these entries in this cohort.
+        entries: indices of these entries in the batch of the cache that gets the returned cohort.
         """
         held, state = self.held.snapshot(), self.state
         if list(places) != list(range(len(self.entries))):

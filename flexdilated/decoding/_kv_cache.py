@@ -454,7 +454,6 @@ class KVCache:
 def _checked_integers(name: str, value: object, most: Sequence[int]) -> list[int]:
     """Return `value`, a tensor with an integer for each batch entry, as a list.
 
-    name: name of the argument, for errors.
     most: largest number for each batch entry; the smallest is 0.
 
     Raises TypeError or ValueError for another value.

@@ -70,10 +70,9 @@ class Stats:
         return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
-        """Return text with three sections: plan cache, buffer pools, and plans.
+        """Return text with three sections: "Plan cache", "Buffer pools", and "Plans".
 
-        The section "Plans" has the sources of the machine constants, and the number of calls whose options `autotune`
-        measured.
+        "Plans" has the sources of the machine constants, and the number of calls whose options `autotune` measured.
         """
         parts = {
             "Plan cache": str(self.cache),

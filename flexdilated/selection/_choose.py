@@ -89,8 +89,7 @@ class Threshold:
     A share is the softmax of the block's score over the query block's candidates.
 
     t: above 0, at most 1.
-    most: maximum number of chosen blocks per query block; a longer choice is cut to the largest shares, and the query
-        block counts in `Selection.cut`.
+    most: as in `TopP`.
 
     Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276.
@@ -115,10 +114,7 @@ class Threshold:
 
 
 def require_share(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a real number, and ValueError unless it is above 0 and at most 1.
-
-    name: name of the argument, for the error.
-    """
+    """Raise TypeError unless the value is a real number, and ValueError unless it is above 0 and at most 1."""
     if not 0 < require_finite(name, value) <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, a share of the softmax; got {name}={value}")
 
@@ -138,8 +134,8 @@ def choose(
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
     """Return (indices into dim L of the chosen candidates of each query block, padded with -1; number of cuts).
 
-    A cut is a query block of one table for which `kind` chooses more than `most` candidates; those with the highest
-    scores are kept.
+    A cut is a query block of one table for which `kind` chooses more than `most` candidates; the `most` with the
+    highest scores are kept.
 
     candidates: mask of the blocks (or keys) that may be chosen.
     ids: block number at each index of dim L, which decides between equal scores.
@@ -213,10 +209,10 @@ def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"
 
 
 def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """Return float64 keys in the order of the scores in float32; of equal scores, the lower id has the larger key.
+    """Return float64 sort keys: larger for a larger score in float32, and among equal scores for a lower id.
 
-    NaN and -inf count as the least finite float32. Equal scores have distinct keys if their ids are distinct and from 0
-    to 2^29 - 1.
+    NaN and -inf count as the least finite float32. Sort keys of a row are distinct if its ids are distinct, and at
+    least 0 and below 2^29.
     """
     # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max

@@ -45,12 +45,8 @@ def extrema_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "
 
 
 def extremum_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """Return torch.amin or torch.amax of x over `dim`, in float32 or wider; tied elements share the gradient equally.
-
-    torch's own gradient does so, too, but its rule for ties may change between versions.
-
-    reduce: torch.amin or torch.amax.
-    """
+    """Return torch.amin or torch.amax of x over `dim`, in float32 or wider; tied elements share the gradient equally."""
+    # torch's own gradient is shared equally, too, but its rule for ties may change between versions.
     if not (x.requires_grad and torch.is_grad_enabled()):
         return reduce(x, dim).to(sum_dtype(x))
     end = reduce(x.detach(), dim, keepdim=True)

@@ -205,8 +205,6 @@ def choose_blocks(
     coarse: blocks chosen by the coarse selector, or None.
     bindings: run-time tensors of the patterns, sorted by name.
     pools: result of `pools_for`; None computes it.
-
-    It is computed in chunks of query blocks, to bound memory.
     """
     rows, tables = call.query_blocks(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.num_query_blocks, call.most)
@@ -249,9 +247,8 @@ def select_blocks(
 
     given, coarse, bindings: as in `choose_blocks`.
     constants, q_offset: `SelectionCall.arguments`.
-
-    Boxes are looked up at run time, so other sizes need no retracing.
     """
+    # Boxes are looked up here, at run time, so other sizes need no retracing.
     return choose_blocks(q, k, given, coarse, bindings, SelectionCall.of(constants, q_offset))
 
 
@@ -308,7 +305,7 @@ def _zero_where_blind(
 ) -> tuple[Tensor, Tensor]:
     """Return (q, k) with zeros at the queries and keys at which the masks of `_visibility` are False.
 
-    NaN in them would otherwise reach gradients. Queries outside the query blocks `some` are unchanged.
+    NaN in them would otherwise reach gradients.
     """
     sees, seen = _visibility(call, some, boxes, q, k)
     if sees is not None:
@@ -404,8 +401,7 @@ def _(q, k, bindings, *arguments):
 def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
     """Return the number of pairs that the call's `within` allows, over all heads and batch entries, int64 of shape ().
 
-    bindings: run-time tensors of the patterns, sorted by name.
-    constants, q_offset: `SelectionCall.arguments`.
+    Arguments are as in `selection_visibility`.
     """
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)

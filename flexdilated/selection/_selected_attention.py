@@ -189,8 +189,8 @@ class SelectedAttention(nn.Module):
         p: the exact share of the query block's attention in each block (as scorer="mass", computed in chunks),
             normalised over the candidates, without a gradient: the loss trains only the module's parameters. A coarse
             selector restricts the candidates; this loss does not train it. The target in SeerAttention is the maximum
-            weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights, as in
-            scorer="mass". Heads that share a table use the mean of their shares, in p and in the softmax.
+            weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights. Heads that
+            share a table use the mean of their shares, in p and in the softmax.
         teacher: (q, k) of the attention, in the shapes of q and k; None: q and k. A gate that applies its
             own rotary embedding gets q and k without the model's, and the teacher has the model's.
 
@@ -337,14 +337,12 @@ class QueryRuns(NamedTuple):
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
     def gather(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """Return keys (or keys and values) of the whole sequence, gathered from all ranks; without a mesh, `keys`.
-
-        One all-gather serves all tensors, so that the backward has one collective, too.
-        """
+        """Return keys (or keys and values) of the whole sequence, gathered from all ranks; without a mesh, `keys`."""
         if self.over is None:
             return keys
         from ..distributed import unshard
 
+        # One all-gather serves all tensors, so that the backward has one collective, too.
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
@@ -404,7 +402,7 @@ def _ranges_of_rank(
     place: name, size, own rank and device type of the group of ranks.
     numbers: the sharding as integers.
     side: largest query_block, at a multiple of which each range must start.
-    facts: (name, value) pairs that must be equal on all ranks, as the sharding must.
+    facts: (name, value) pairs that must, like the sharding, be equal on all ranks.
 
     Raises ValueError on all ranks if `facts` or shardings differ, or if a range of any rank starts at no multiple of
     `side`.

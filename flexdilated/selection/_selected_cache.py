@@ -55,8 +55,7 @@ class TableAttention(NamedTuple):
     ) -> TableAttention:
         """Make an instance for one call; the name of its table differs from the names of all run-time tensors.
 
-        not_always: complement of the selector's `always`; None without `always`.
-        rule: pairs that the call allows.
+        selector, not_always, rule: the fields of these names.
         bindings: run-time tensors of the call by name, None for none; tensors that only a coarse selector needs are
             dropped.
         options: scale, q_offset and engine of `attend`.
@@ -145,7 +144,7 @@ class SelectorState(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
     pools: the pools that the scorer needs: (mean,), (minimum, maximum), all three for a module, or (). After `cropped`
-        they still have the blocks, and in the last block the keys, that were removed.
+        they may still include removed keys.
     query_block: number of the last query block with a choice; query block 0 begins at position 0.
     blocks, scores: chosen blocks of this query block and their scores.
     coarse: state of the coarse selector; None without one.
@@ -196,10 +195,9 @@ def advance(
     k: Float[Tensor, "B G M D"],
     scale: float,
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
-    """Return (chosen blocks, their scores, new state) for the next queries in decoding, of which there must be one.
+    """Return (chosen blocks, their scores, new state) for the next queries in decoding.
 
-    `can_continue_at` must be true for the position of the first of them.
-
+    q: at least one query; `can_continue_at` must be true at the position of the first.
     known: state before these queries; None before the first token.
     k: keys of all tokens so far, including the tokens of q.
     """
