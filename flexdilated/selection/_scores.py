@@ -45,7 +45,7 @@ def extrema_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "
 
 
 def extremum_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """Return torch.amin or torch.amax of x over `dim`, in float32 or wider; tied elements share the gradient equally."""
+    """Return torch.amin or torch.amax of x over `dim`, in float32 or wider; ties share the gradient equally."""
     # torch's own gradient is shared equally, too, but its rule for ties may change between versions.
     if not (x.requires_grad and torch.is_grad_enabled()):
         return reduce(x, dim).to(sum_dtype(x))
@@ -262,11 +262,10 @@ def _log_shares_of_blocks(
     With rows.all_queries, a query block's share is the mean of the shares of those of its queries that see a key; else
     it is the share of its first query.
 
-    With stride 1 shares are exact, and the log is -inf for key blocks of which these queries see no key. A larger
-    stride, for rows.all_queries only, estimates them from tiles of stride x stride pairs: for each run of `stride`
-    queries, a softmax over its tiles is summed over each key block, and the sums are averaged over the runs. A tile's
-    score is the mean score of the visible pairs on its antidiagonal; tiles without one are left out, and so are runs
-    without such a tile. The log is -inf for a key block all of whose tiles are left out.
+    With stride 1 shares are exact. A larger stride, for rows.all_queries only, estimates them from tiles of stride x
+    stride pairs: for each run of `stride` queries, a softmax over its tiles is summed over each key block, and the
+    sums are averaged over the runs. A tile's score is the mean score of the visible pairs on its antidiagonal; tiles
+    and runs without such a pair are left out. The log of a share of 0 is -inf.
     """
     stride, group, columns = call.stride, 1, rows.num_key_blocks * rows.block // call.stride
     if rows.all_queries:

@@ -369,8 +369,8 @@ def runs_of_rank(
 ) -> QueryRuns:
     """Return the `QueryRuns` of this rank's queries in a call with a mesh, after checking the call.
 
-    The checks exchange the settings of the call, but no tokens. Raises ValueError on all ranks if their calls differ or
-    a run of any rank begins within a query block, and for a q_offset other than 0.
+    The checks exchange the settings of the call, but no tensors. Raises ValueError on all ranks if these settings
+    differ or a run of any rank begins within a query block, and for a q_offset other than 0.
     """
     from ..distributed.group import check_shards
 
@@ -404,8 +404,7 @@ def _ranges_of_rank(
     side: largest query_block, at a multiple of which each range must start.
     facts: (name, value) pairs that must, like the sharding, be equal on all ranks.
 
-    Raises ValueError on all ranks if `facts` or shardings differ, or if a range of any rank starts at no multiple of
-    `side`.
+    Raises ValueError on all ranks if `facts` or shardings differ, or if a range of any rank starts elsewhere.
     """
     from ..distributed.group import Ranks, Sharding, check_agreement
 
