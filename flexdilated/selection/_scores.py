@@ -155,7 +155,6 @@ def _scores_of_partial_views(
     """Return the score of each box, in the order of `boxes.place`, by pools of only the keys that its query block sees.
 
     queries: one for each query block, with the scale applied.
-    block: tokens of a key block.
     """
     p, w = boxes.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]

@@ -233,8 +233,8 @@ class SelectedAttention(nn.Module):
         The cache keeps all keys, as later queries may choose any of them, and, except with scorer="mass", the pools of
         all key blocks; a step recomputes only the pool of the block to which it appends keys. `attend` takes chunks of
         any size. A chunk may begin within a query block, and then uses the choice of the block's first query. `crop`
-        accepts any position except one inside a query block that is not the last. A module that scores must score each
-        block and query block independently, from the pools alone.
+        accepts any position except one inside a query block, of the selector or of a coarse one, that is not the last.
+        A module that scores must score each block and query block independently, from the pools alone.
 
         num_heads: query heads.
         capacity: as in `KVCache`.

@@ -274,7 +274,7 @@ class SelectedCache(KVCache):
         self.selector, self._not_always, self._biased = selector, not_always, biased
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
-        """Raise ValueError as `KVCache` does, and for a position inside a query block that is not the last."""
+        """Raise ValueError as `KVCache` does, and for a position at which `can_continue_at` is false."""
         self._require_continuable(cohort, num_tokens, "crop to where a query block begins, or within the last one")
         super()._check_crop(cohort, num_tokens)
 

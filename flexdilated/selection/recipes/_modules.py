@@ -304,7 +304,6 @@ class NativeSparseAttention(nn.Module):
         window's attention weight times the number of its parts of `stride` keys inside the block.
 
         keys, lse: compressed keys, and the log-sum-exp of attention to them.
-        position: position of each query.
         """
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride
