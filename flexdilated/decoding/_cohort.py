@@ -53,7 +53,7 @@ class Cohort:
 
     @property
     def batch_index(self) -> slice | Int64[Tensor, " C"]:
-        """Index of the cohort's entries along the batch dim of the cache's tensors: a slice if they are consecutive."""
+        """Index of the cohort's entries in tensors of the whole batch: a slice if they are consecutive."""
         first, last = self.entries[0], self.entries[-1]
         return slice(first, last + 1) if last - first < len(self.entries) else torch.tensor(self.entries)
 
@@ -106,9 +106,12 @@ class Cohort:
         return copied
 
     def _select(self, places: Sequence[int], entries: Sequence[int]) -> Cohort:
-        """Return a cohort of the entries at these places of the buffer, which get the indices `entries` in a batch.
+        """Return a cohort of some of this cohort's entries.
 
-        It shares the buffer if it has all entries in order, so only one of the two cohorts may then be changed.
+        If it has all of them in order, the two share the buffer, and only one of the two may be changed.
+
+        places: indices of these entries in this cohort.
+        entries: indices of these entries in the batch of the cache that gets the returned cohort.
         """
         held, state = self.held.snapshot(), self.state
         if list(places) != list(range(len(self.entries))):

@@ -219,8 +219,7 @@ class HeldKeys:
     def lacks(self, query: int, sources: Sequence[RowSource] | None = None) -> bool:
         """True if a query at position `query` or later may see an evicted key at a position below `query`.
 
-        False is certain; True is not, as it is derived from bounds. sources: rules of these queries; None for the
-        buffer's own rules.
+        False is certain; True is not, as it is derived from bounds. sources: as in `visible`.
         """
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
@@ -230,11 +229,9 @@ class HeldKeys:
     def _are_visible(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """Return, for each page (range of positions), True if a query in [query, query + num_queries) may see its keys.
+        """Return, for each page (range of positions), True if a query in [query, query + num_queries) may see a key.
 
-        False is certain; True, derived from bounds, is not.
-
-        sources: rules of these queries; None for the buffer's own rules.
+        False is certain; True, derived from bounds, is not. sources: as in `visible`.
         """
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)

@@ -363,7 +363,8 @@ class KVCache:
         numbers: as from `_checked_lengths`.
 
         A call changes these copies, and stores them at its end, so a call that raises changes nothing. They share the
-        buffers: appending writes only after the held keys, or to new buffers.
+        buffers: appending writes only after the held keys, or to new buffers. Before the first tokens, the cohorts are
+        new and empty, one for each distinct number.
         """
         if self._cohorts:
             return [part for cohort in self._cohorts for part in cohort.split(numbers)]
@@ -398,7 +399,7 @@ class KVCache:
         return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held, score_mod=score_mod)
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
-        """Raise ValueError if a token that remains after a crop sees the key of a removed token."""
+        """Raise ValueError if a crop removes tokens, and a remaining one sees position `num_tokens` or a later one."""
         if num_tokens < cohort.seen:
             self._reader.check_crop(num_tokens)
 
@@ -453,7 +454,6 @@ class KVCache:
 def _checked_integers(name: str, value: object, most: Sequence[int]) -> list[int]:
     """Return `value`, a tensor with an integer for each batch entry, as a list.
 
-    name: name of the argument, for errors.
     most: largest number for each batch entry; the smallest is 0.
 
     Raises TypeError or ValueError for another value.

@@ -107,7 +107,7 @@ class Reader:
             )
 
     def check_crop(self, num_tokens: int) -> None:
-        """Raise ValueError if one of the first `num_tokens` tokens sees a key that a crop to them would remove."""
+        """Raise ValueError if one of the first `num_tokens` tokens sees a key at position `num_tokens` or later."""
         pair = self._pair_across(max(0, self.ends.next(num_tokens) - self.ends.chunk), num_tokens)
         if pair is not None:
             raise ValueError(
@@ -176,7 +176,7 @@ class Reader:
     ) -> tuple[Tensor, Tensor]:
         """Return (output, lse): an engine computes each range of visible keys, then results are merged by their lse.
 
-        If the pattern refuses one of these ranges, all keys are computed without an engine.
+        If the pattern refuses one of these ranges, the queries are computed without an engine.
         """
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)

@@ -52,8 +52,7 @@ def profile_process() -> None:
 def _stop_and_write(folder: Path, profiler: profile, seconds: float) -> None:
     """Stop the profiler, and write a trace and a text file to `folder`.
 
-    `PID.trace.json.gz` is the trace; `PID.txt` has memory peaks and tables of operators by time and memory. PID is the
-    process's number.
+    `PID.trace.json.gz` is the trace; `PID.txt` has memory peaks and tables of operators by time and memory.
 
     seconds: duration of the profile.
     """

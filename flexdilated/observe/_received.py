@@ -97,14 +97,11 @@ def attention_received(
 
 
 def _received_by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, scale: float) -> Tensor:
-    """Return attention received, (B, H, M), from the backward op of `attend` with the given lse.
-
-    The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
-    """
+    """Return attention received, (B, H, M), from the backward op of `attend` with the given lse."""
     wide = sum_dtype(q)
     # Gradients of keys wider than queries are as wide; the op reads the keys in the queries' dtype.
     q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q)  # the gradient of v depends on neither out nor v, so k is passed as v
     found = [
         _received_of_members(
             aten_backward(cotangent, None, q, k, k, out, lse, bindings, *call.arguments, scale)[2], members
@@ -117,11 +114,7 @@ def _received_by_aten(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor],
 def _received_by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], call: Call, engine: str, scale: float
 ) -> Tensor:
-    """Return attention received, (B, H, M), from the gradient of v through the engine.
-
-    The engine computes an lse over the keys in k only and without sinks, so each row's cotangent is multiplied by
-    exp(the engine's lse - `lse`).
-    """
+    """Return attention received, (B, H, M), from the gradient of v through the engine."""
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
         q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))
@@ -133,6 +126,7 @@ def _received_by_autograd(
         out, own = run(engine, q, k, v, bindings, call, Features(scale))
         assert own is not None
         none = (own == -torch.inf) | (lse == -torch.inf)
+        # `own` is over the keys in k only and without sinks, so cotangents are multiplied by exp(own - lse).
         weight = (own.detach() - lse.masked_fill(none, 0.0)).masked_fill(none, -torch.inf).exp()[..., None]
         found = [
             _received_of_members(

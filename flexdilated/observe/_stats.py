@@ -31,6 +31,7 @@ class PoolStats:
     allocated_bytes: of all buffers, leased and idle.
     peak_bytes: largest value of allocated_bytes.
     leased_bytes: requested by open leases.
+    num_leases: leases that have a buffer of the pool.
     num_allocations: leases that needed new memory.
     num_plain: requested tensors that torch allocated without a lease, such as those below the threshold.
     reuse_rate: share of leases without new memory; 0 without leases.
@@ -69,10 +70,9 @@ class Stats:
         return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
-        """Return text with three sections: plan cache, buffer pools, and plans.
+        """Return text with three sections: "Plan cache", "Buffer pools", and "Plans".
 
-        The section "Plans" has the sources of the machine constants, and the number of calls whose options `autotune`
-        measured.
+        "Plans" has the sources of the machine constants, and the number of calls whose options `autotune` measured.
         """
         parts = {
             "Plan cache": str(self.cache),

@@ -173,7 +173,10 @@ class _BlockAxis:
         return self.split(x).sum(3) / self.split(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
-        """Return, for each block number in `block`, the positions at the indices `places` within that block."""
+        """Return, for each block number in `block`, the positions at the indices `places` within that block.
+
+        Block 0 is the one that holds the first token.
+        """
         within = torch.arange(places.start, places.stop, device=block.device)
         return self.offset - self.ahead + block[:, None] * self.side + within
 

@@ -44,9 +44,9 @@ def refine(
     """Return a `Refinement`: in each head, up to `moves` listed blocks are dropped, and as many unlisted ones added.
 
     The dropped blocks are those of least importance, the added ones those of highest score. The rule is RigL's (arXiv
-    1911.11134, section 3), which drops by least magnitude and grows by largest gradient; this function drops by least
-    attention mass and grows by largest score. Among equal numbers the lower query block, then the lower key block comes
-    first. The result depends on the arguments alone, so ranks with equal arguments get equal patterns.
+    1911.11134, section 3), with attention mass in place of magnitude, and scores in place of gradients. Among equal
+    numbers the lower query block, then the lower key block comes first. The result depends on the arguments alone, so
+    ranks with equal arguments get equal patterns.
 
     pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect the result with
         them, such as `causal()`, for attention.
@@ -145,7 +145,6 @@ def _nonempty_mask(name: str, pattern: object, listed: Tensor, block: int) -> Bo
     """Return booleans in the shape of `listed`, True for blocks in which a pattern has a pair.
 
     block: tokens of a block of queries, and of keys.
-    name: the argument that holds the pattern, for errors.
 
     Raises TypeError unless `pattern` is a pattern, and no mixture.
     """
@@ -258,10 +257,7 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def restart(self, blocks: Int64[Tensor, "n 3"]) -> None:
-        """Forget the past updates of blocks, (head, query block, key block), such as `grown` in a `Refinement`.
-
-        A block that enters the pattern is then judged only by updates from now on.
-        """
+        """Forget the past updates of blocks, (head, query block, key block), such as `grown` in a `Refinement`."""
         self._settle()
         head, row, column = blocks.to(self.average.device).unbind(1)
         self.average[head, row, column] = 0.0

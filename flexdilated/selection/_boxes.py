@@ -19,9 +19,7 @@ from ..masks.text import read_text
 
 # M keys, C key blocks, n query blocks, x listed boxes, o boxes with separate pools, p groups of w such boxes
 
-# State of a box. NOTHING: choosing it adds no pair. PLAIN: a candidate that adds all its pairs. WHOLE: a candidate that
-# adds some pairs, with all keys visible. PARTIAL_VIEW: a candidate with hidden keys. UNCHOSEN: not a candidate,
-# although it would add pairs. The last three are listed.
+# States of a box, which `Boxes` explains; boxes in one of the last three are listed.
 NOTHING, PLAIN, WHOLE, PARTIAL_VIEW, UNCHOSEN = range(5)
 
 _PAIRS_AT_ONCE = 1 << 20  # pairs evaluated at once
@@ -31,6 +29,8 @@ _MOST_CACHED_BOXES = 1 << 26  # most boxes of a call for which they are cached; 
 
 class QueryBlocks(NamedTuple):
     """Query blocks and key blocks of a call; the first and last query block may be partial.
+
+    Query block 0 has the first query, key block 0 has position 0.
 
     q_offset: position of the first query; keys begin at position 0, and query blocks at multiples of query_block.
     block, query_block: tokens of a key block and of a query block.
@@ -69,9 +69,9 @@ class QueryBlocks(NamedTuple):
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
-        """Yield consecutive ranges of query block indices that together cover all query blocks.
+        """Yield consecutive ranges of query block indices that together cover all query blocks, short to bound memory.
 
-        They are short, to bound memory: each query block needs `numbers` values, and a mask of all keys.
+        numbers: values that each query block needs, besides a mask of all keys.
         """
         most = min((1 << 20) // max(numbers, self.num_key_blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
@@ -81,15 +81,13 @@ class QueryBlocks(NamedTuple):
 class SelectionCall(NamedTuple):
     """Arguments of a `BlockSelector` call except tensors; patterns as JSON, with "" for no `always`.
 
-    block, query_block: tokens of a key block and of a query block.
-    all_queries: True if a query block is scored by all its queries, False if by its first.
+    block, query_block, all_queries, q_offset: as in `QueryBlocks`.
     scorer: name of the scorer, or "module".
     stride: size of the tiles of "antidiagonal", else 1.
     kind, amount, most: rule of the choice, as in `choose`.
     share: query heads with one table of chosen blocks: "head", one; "group", those of a key/value head; "all", all.
     coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.
     scale: factor on scores.
-    q_offset: position of the first query.
     """
 
     within: str
@@ -179,7 +177,8 @@ class SelectionRule(NamedTuple):
 class PartialViews(NamedTuple):
     """Candidate boxes with keys that their query block does not see; a box is scored by pools of only the seen keys.
 
-    The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded.
+    The boxes of a key block are in groups of w boxes; a group with fewer boxes is padded. Query blocks are numbered
+    from 0 in the chunk.
 
     place: query block * C + key block of each box, ascending; C: number of key blocks.
     at: for each box, in the order of `place`, its index in the flattened groups.
@@ -196,18 +195,20 @@ class PartialViews(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """Boxes (query block, key block) of a chunk of query blocks, numbered from 0 in the chunk, under one rule.
+    """Boxes (query block, key block) of a chunk under one rule; query blocks are numbered from 0 in the chunk.
 
     A query block sees the keys that are visible to one of the queries by which it is scored.
 
     state: state of each box. NOTHING: choosing it adds no pair; PLAIN: a candidate that adds all its pairs; WHOLE: a
-        candidate that adds some pairs, whose keys are all visible to the query block; PARTIAL_VIEW: a candidate with
-        keys that are hidden from the query block; UNCHOSEN: not a candidate, although it would add pairs.
+        candidate that adds only some of its pairs, and of which the query block sees all keys; PARTIAL_VIEW: a
+        candidate of which it does not see all keys; UNCHOSEN: not a candidate, although it would add pairs.
     place: query block * C + key block of each listed box (the last three states), ascending; C: number of key blocks.
     gain: number of pairs that choosing each listed box adds.
     partial: the boxes with state PARTIAL_VIEW; None if there are none.
-    sees, seen: masks of queries that see a key, and of keys that some query block sees, or None: as from `_visibility`.
-    pairs: number of pairs that `within` allows in one head.
+    sees: mask of the queries that see a key, with indices as in `_visibility`; None if all queries by which query
+        blocks are scored do.
+    seen: mask of the keys that some query block of the chunk sees; None if all are seen.
+    pairs: number of the chunk's pairs that `within` allows, in one head of one batch entry.
     pairs_to_choose: number of these pairs that are attended to only if their box is chosen.
     """
 
@@ -247,7 +248,7 @@ class Boxes(NamedTuple):
 def found_in(
     ascending: Int64[Tensor, " x"], places: Int64[Tensor, "*some"]
 ) -> tuple[Int64[Tensor, "*some"], Bool[Tensor, "*some"]]:
-    """Return (index in `ascending`, True if present) for each of `places`; the index is arbitrary if it is absent.
+    """Return (index in `ascending`, True if present) for each of `places`; the index of an absent place is arbitrary.
 
     `ascending` must not be empty.
     """
@@ -280,7 +281,8 @@ class _EvaluatedBoxes(NamedTuple):
     pairs: number of pairs in the box that `within` allows; gain: number of these that `always` does not allow.
     candidate: True if the box may be chosen.
     view: mask of the keys of the block that the query block sees.
-    queries: mask of the queries of the query block that see a key of the key block.
+    queries: mask of the queries of the query block that see a key of the key block; index i is the i-th query that the
+        query block has in the call.
     """
 
     row: Int64[Tensor, " x"]
@@ -351,8 +353,8 @@ def _visibility(
 
     With rows.all_queries, index i of the first mask is for position i of the query block, else for its i-th query.
 
-    whole: boxes in which `within` allows every pair.
-    some: the boxes that were evaluated pair by pair.
+    whole: mask of the boxes outside `some` in which `within` allows every pair.
+    some: the boxes that were evaluated pair by pair; boxes in neither have no pair.
     """
     num_queries, num_keys = rows.queries_of(part)[1], rows.keys_of()[1]
     queries = whole.any(1).long()[:, None].repeat(1, rows.query_block)

@@ -89,8 +89,7 @@ class Threshold:
     A share is the softmax of the block's score over the query block's candidates.
 
     t: above 0, at most 1.
-    most: maximum number of chosen blocks per query block; a longer choice is cut to the largest shares, and the query
-        block counts in `Selection.cut`.
+    most: as in `TopP`.
 
     Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276.
@@ -115,10 +114,7 @@ class Threshold:
 
 
 def require_share(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a real number, and ValueError unless it is above 0 and at most 1.
-
-    name: name of the argument, for the error.
-    """
+    """Raise TypeError unless the value is a real number, and ValueError unless it is above 0 and at most 1."""
     if not 0 < require_finite(name, value) <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, a share of the softmax; got {name}={value}")
 
@@ -138,14 +134,16 @@ def choose(
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
     """Return (indices into dim L of the chosen candidates of each query block, padded with -1; number of cuts).
 
-    A cut is a query block whose choice has more than `most` entries; the entries with the highest scores are kept.
+    A cut is a query block of one table for which `kind` chooses more than `most` candidates; the `most` with the
+    highest scores are kept.
 
-    candidates: entries that may be chosen.
-    ids: index of the block in each entry, which decides between equal scores.
-    kind: "top_k", the `most` highest scores, without cuts; "top_p", the fewest entries whose softmax shares over the
-        candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of shares of the
-        query block's attention, and the share outside the candidates counts towards `amount`; or "threshold", the
-        entries with a softmax share of at least `amount`.
+    candidates: mask of the blocks (or keys) that may be chosen.
+    ids: block number at each index of dim L, which decides between equal scores.
+    kind: "top_k", the `most` candidates with the highest scores, without cuts; "top_p", the fewest candidates whose
+        softmax shares sum to at least `amount`, or all if it is 1; "top_p_of_row", as "top_p", but scores are
+        logarithms of shares of the query block's attention, and the share outside the candidates counts towards
+        `amount`; or "threshold", the candidates with a softmax share of at least `amount`. Each softmax is over the
+        candidates.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as -inf. Candidates with score inf have equal shares, and all other candidates then have share 0.
@@ -211,7 +209,11 @@ def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"
 
 
 def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """Return distinct float64 keys that sort as the scores in float32; of equal scores, the lower id has the larger."""
+    """Return float64 sort keys: larger for a larger score in float32, and among equal scores for a lower id.
+
+    NaN and -inf count as the least finite float32. Sort keys of a row are distinct if its ids are distinct, and at
+    least 0 and below 2^29.
+    """
     # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max
     rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0

@@ -202,6 +202,7 @@ def _divergence(
     """Return the sum over a chunk of queries of KL(shares ‖ softmax of the index scores over the candidates), in nats.
 
     q, keys, w: queries, keys and head weights of the chunk.
+    shares: mean attention weights of the chunk, from `_mean_weights`.
     """
     seen = some.candidates
     blind = ~seen.any(-1)  # queries without keys, whose NaN would reach gradients
@@ -245,6 +246,8 @@ def _comparisons(
     teacher: tuple[Tensor, Tensor],
 ) -> Iterator[_Comparison]:
     """Yield chunks of queries with their keys in the loss: the keys in `table`, or all visible keys if it is None.
+
+    teacher: queries and keys of the attention; only the sizes of the queries are read.
 
     A key that `table` repeats for a query counts once. Raises ValueError for a table on the host with numbers that are
     neither keys nor -1; on accelerators such numbers count as -1.
@@ -292,9 +295,10 @@ def _chunks(q: Float[Tensor, "B h N d"], each: int) -> Iterator[slice]:
 
 
 def _sees(parts: Sequence[HeadPart], q_offset: int, queries: slice, q: Tensor, k: Tensor) -> Bool[Tensor, "#B n M"]:
-    """Return a mask of the pairs that may be chosen; dim 0 has size 1 if all batch entries have one rule.
+    """Return a mask of the allowed pairs of some queries and all keys; dim 0 has size 1 if batch entries share a rule.
 
     parts: from `head_parts_of`.
+    queries: indices of the queries in the call.
     """
     at = torch.arange(q_offset + queries.start, q_offset + queries.stop, device=q.device)[:, None]
     keys = torch.arange(k.shape[1], device=q.device)

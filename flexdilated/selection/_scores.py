@@ -45,12 +45,8 @@ def extrema_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "
 
 
 def extremum_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """Return torch.amin or torch.amax of x over `dim`, in float32 or wider; tied elements share the gradient equally.
-
-    torch's own gradient does so, too, but its rule for ties may change between versions.
-
-    reduce: torch.amin or torch.amax.
-    """
+    """Return torch.amin or torch.amax of x over `dim`, in float32 or wider; ties share the gradient equally."""
+    # torch's own gradient is shared equally, too, but its rule for ties may change between versions.
     if not (x.requires_grad and torch.is_grad_enabled()):
         return reduce(x, dim).to(sum_dtype(x))
     end = reduce(x.detach(), dim, keepdim=True)
@@ -78,7 +74,7 @@ def summaries(
     query; it is 0 if none of these sees a key.
 
     part: range of query block indices.
-    sees: mask of queries that see a key; None if all do.
+    sees: mask of queries that see a key, as in `Boxes`; None counts each query as one that does.
     """
     if not rows.all_queries:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
@@ -94,7 +90,7 @@ def summaries(
 def queries_by_block(
     q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range
 ) -> Float[Tensor, "B H n query_block D"]:
-    """Return the queries of the query blocks in `part`, in float32 or wider; 0 beyond the call's queries."""
+    """Return the queries of the query blocks in `part`, in float32 or wider; 0 outside the call."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
     shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
     if shown.shape[2] != stop - start:
@@ -159,7 +155,6 @@ def _scores_of_partial_views(
     """Return the score of each box, in the order of `boxes.place`, by pools of only the keys that its query block sees.
 
     queries: one for each query block, with the scale applied.
-    block: tokens of a key block.
     """
     p, w = boxes.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
@@ -217,7 +212,7 @@ def _replace_scores(
     rows: QueryBlocks,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Return `scores` with those of the pairs (query block, key block) in `boxes.place` replaced by `own`.
+    """Return `scores` with the scores of `boxes` replaced by `own`, which has them in the order of `boxes.place`.
 
     lists: the L blocks of each query block; None if `scores` has all blocks.
     """
@@ -264,11 +259,12 @@ def _log_shares_of_blocks(
     """Return the log of the share of attention that each query block in `part` gives to each key block.
 
     With rows.all_queries, a query block's share is the mean of the shares of those of its queries that see a key; else
-    it is the share of its first query. The log is -inf for key blocks of which these queries see no key.
+    it is the share of its first query.
 
     With stride 1 shares are exact. A larger stride, for rows.all_queries only, estimates them from tiles of stride x
     stride pairs: for each run of `stride` queries, a softmax over its tiles is summed over each key block, and the
-    sums are averaged over the runs. A tile's score is the mean score of the visible pairs on its antidiagonal.
+    sums are averaged over the runs. A tile's score is the mean score of the visible pairs on its antidiagonal; tiles
+    and runs without such a pair are left out. The log of a share of 0 is -inf.
     """
     stride, group, columns = call.stride, 1, rows.num_key_blocks * rows.block // call.stride
     if rows.all_queries:

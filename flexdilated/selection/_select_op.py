@@ -22,7 +22,10 @@ from ._scores import LOG_SCORERS, for_heads, pools_for, scores_at_lists, scores_
 
 
 class HeadPart(NamedTuple):
-    """Batch entries and query heads with one rule, and the key/value heads that they read."""
+    """Batch entries and query heads with one rule, and the key/value heads that they read.
+
+    heads: all query heads, or a single one.
+    """
 
     entries: slice
     heads: slice
@@ -159,12 +162,13 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
 def _combine_heads(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
     """Return (scores, candidates) of `tables` tables, each of which combines H / tables query heads.
 
-    A block is a candidate of a table if it is a candidate for at least one of the table's heads. Only these heads add
-    to its score. With one table per head, `scored` is returned unchanged. Else the score of a block is
+    A block is a candidate of a table if it is a candidate for at least one of the table's heads. With one table per
+    head, `scored` is returned unchanged. Else the score of a block is
 
-    * for top_k with scores that are not logarithms: the sum of the heads' scores; heads that share scores count once;
-    * for all others: the log of the mean over the table's heads of exp(score). top_p and threshold first normalize
-      exp(score) over the candidates of each head.
+    * for top_k with scores that are not logarithms: the sum of the scores of the heads for which the block is a
+      candidate; heads that share scores count once;
+    * for all others: the log of the mean of exp(score) over all heads of the table, where a head for which the block is
+      no candidate counts as 0. top_p and threshold first normalize exp(score) over the candidates of each head.
 
     own: number of heads with scores of their own: H, or G if the query heads of a key/value head share them.
     """
@@ -201,8 +205,6 @@ def choose_blocks(
     coarse: blocks chosen by the coarse selector, or None.
     bindings: run-time tensors of the patterns, sorted by name.
     pools: result of `pools_for`; None computes it.
-
-    It is computed in chunks of query blocks, to bound memory.
     """
     rows, tables = call.query_blocks(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.num_query_blocks, call.most)
@@ -245,9 +247,8 @@ def select_blocks(
 
     given, coarse, bindings: as in `choose_blocks`.
     constants, q_offset: `SelectionCall.arguments`.
-
-    Boxes are looked up at run time, so other sizes need no retracing.
     """
+    # Boxes are looked up here, at run time, so other sizes need no retracing.
     return choose_blocks(q, k, given, coarse, bindings, SelectionCall.of(constants, q_offset))
 
 
@@ -302,9 +303,9 @@ def _(grad, q, k, given, *others):
 def _zero_where_blind(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (q, k) with zeros at queries of `some` that see no key, and at keys that no query block in `some` sees.
+    """Return (q, k) with zeros at the queries and keys at which the masks of `_visibility` are False.
 
-    NaN at these places would otherwise reach gradients.
+    NaN in them would otherwise reach gradients.
     """
     sees, seen = _visibility(call, some, boxes, q, k)
     if sees is not None:
@@ -323,7 +324,7 @@ def _visibility(
     """Return (mask of queries that see a key, mask of keys that some query block sees), for the query blocks `some`.
 
     None stands for a mask of True only. Where query blocks are scored by their first query, the first mask has
-    this query's value at all queries of its query block.
+    this query's value at all queries of its query block. Its values at positions outside the call are arbitrary.
     """
     sees = seen = None
     if any(own.sees is not None for _, own in boxes):
@@ -400,8 +401,7 @@ def _(q, k, bindings, *arguments):
 def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
     """Return the number of pairs that the call's `within` allows, over all heads and batch entries, int64 of shape ().
 
-    bindings: run-time tensors of the patterns, sorted by name.
-    constants, q_offset: `SelectionCall.arguments`.
+    Arguments are as in `selection_visibility`.
     """
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)

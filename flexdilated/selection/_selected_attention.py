@@ -189,8 +189,8 @@ class SelectedAttention(nn.Module):
         p: the exact share of the query block's attention in each block (as scorer="mass", computed in chunks),
             normalised over the candidates, without a gradient: the loss trains only the module's parameters. A coarse
             selector restricts the candidates; this loss does not train it. The target in SeerAttention is the maximum
-            weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights, as in
-            scorer="mass". Heads that share a table use the mean of their shares, in p and in the softmax.
+            weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum of the weights. Heads that
+            share a table use the mean of their shares, in p and in the softmax.
         teacher: (q, k) of the attention, in the shapes of q and k; None: q and k. A gate that applies its
             own rotary embedding gets q and k without the model's, and the teacher has the model's.
 
@@ -233,8 +233,8 @@ class SelectedAttention(nn.Module):
         The cache keeps all keys, as later queries may choose any of them, and, except with scorer="mass", the pools of
         all key blocks; a step recomputes only the pool of the block to which it appends keys. `attend` takes chunks of
         any size. A chunk may begin within a query block, and then uses the choice of the block's first query. `crop`
-        accepts any position except one inside a query block that is not the last. A module that scores must score each
-        block and query block independently, from the pools alone.
+        accepts any position except one inside a query block, of the selector or of a coarse one, that is not the last.
+        A module that scores must score each block and query block independently, from the pools alone.
 
         num_heads: query heads.
         capacity: as in `KVCache`.
@@ -337,14 +337,12 @@ class QueryRuns(NamedTuple):
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
     def gather(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """Return keys (or keys and values) of the whole sequence, gathered from all ranks; without a mesh, `keys`.
-
-        One all-gather serves all tensors, so that the backward has one collective, too.
-        """
+        """Return keys (or keys and values) of the whole sequence, gathered from all ranks; without a mesh, `keys`."""
         if self.over is None:
             return keys
         from ..distributed import unshard
 
+        # One all-gather serves all tensors, so that the backward has one collective, too.
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
@@ -371,8 +369,8 @@ def runs_of_rank(
 ) -> QueryRuns:
     """Return the `QueryRuns` of this rank's queries in a call with a mesh, after checking the call.
 
-    The checks exchange the settings of the call, but no tokens. Raises ValueError on all ranks if their calls differ or
-    a run of any rank begins within a query block, and for a q_offset other than 0.
+    The checks exchange the settings of the call, but no tensors. Raises ValueError on all ranks if these settings
+    differ or a run of any rank begins within a query block, and for a q_offset other than 0.
     """
     from ..distributed.group import check_shards
 
@@ -404,9 +402,9 @@ def _ranges_of_rank(
     place: name, size, own rank and device type of the group of ranks.
     numbers: the sharding as integers.
     side: largest query_block, at a multiple of which each range must start.
-    facts: (name, value) pairs that must be equal on all ranks.
+    facts: (name, value) pairs that must, like the sharding, be equal on all ranks.
 
-    Raises ValueError on all ranks if `facts` differ between ranks, or a range of any rank starts elsewhere.
+    Raises ValueError on all ranks if `facts` or shardings differ, or if a range of any rank starts elsewhere.
     """
     from ..distributed.group import Ranks, Sharding, check_agreement
 

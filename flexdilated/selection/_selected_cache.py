@@ -55,8 +55,7 @@ class TableAttention(NamedTuple):
     ) -> TableAttention:
         """Make an instance for one call; the name of its table differs from the names of all run-time tensors.
 
-        not_always: complement of the selector's `always`; None without `always`.
-        rule: pairs that the call allows.
+        selector, not_always, rule: the fields of these names.
         bindings: run-time tensors of the call by name, None for none; tensors that only a coarse selector needs are
             dropped.
         options: scale, q_offset and engine of `attend`.
@@ -144,9 +143,10 @@ class TableAttention(NamedTuple):
 class SelectorState(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
-    pools: pooled keys of each block that the scorer needs: (mean,), (minimum, maximum), all three for a module, or ().
-    query_block: index of the last query block with a choice.
-    blocks, scores: chosen blocks of the last query block and their scores.
+    pools: the pools that the scorer needs: (mean,), (minimum, maximum), all three for a module, or (). After `cropped`
+        they may still include removed keys.
+    query_block: number of the last query block with a choice; query block 0 begins at position 0.
+    blocks, scores: chosen blocks of this query block and their scores.
     coarse: state of the coarse selector; None without one.
     """
 
@@ -197,6 +197,7 @@ def advance(
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
     """Return (chosen blocks, their scores, new state) for the next queries in decoding.
 
+    q: at least one query; `can_continue_at` must be true at the position of the first.
     known: state before these queries; None before the first token.
     k: keys of all tokens so far, including the tokens of q.
     """
@@ -273,7 +274,7 @@ class SelectedCache(KVCache):
         self.selector, self._not_always, self._biased = selector, not_always, biased
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
-        """Raise ValueError as `KVCache` does, and for a position inside a query block that is not the last."""
+        """Raise ValueError as `KVCache` does, and for a position at which `can_continue_at` is false."""
         self._require_continuable(cohort, num_tokens, "crop to where a query block begins, or within the last one")
         super()._check_crop(cohort, num_tokens)
 

@@ -112,7 +112,7 @@ class VideoSparseAttention(nn.Module):
     def _chosen(
         self, queries: Float[Tensor, "B H C D"], keys: Float[Tensor, "B G C D"], scale: float
     ) -> Int64[Tensor, "B H C top"]:
-        """Return, for each cube of queries, the cubes whose mean keys have the highest scores with its mean query."""
+        """Return, for each cube, the `top` cubes whose mean keys score highest with its mean query; all, if fewer."""
         wide, ids = sum_dtype(keys), torch.arange(keys.shape[2], device=keys.device)
         grouped = queries.unflatten(1, (keys.shape[1], -1)).to(wide)
         scores = (scale * (grouped @ keys.unsqueeze(2).mT.to(wide))).flatten(1, 2)

@@ -28,9 +28,11 @@ class WindowsBefore:
     """Holds `pattern`, whose keys are windows by index: query t sees window i iff t >= i * stride + reach.
 
     The pattern has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query
-    does not see its first window. Modules store an instance of this class, because a closure cannot be pickled, and
-    because torch.compile can read an existing pattern but not build one from a function.
+    does not see its first window.
     """
+
+    # Modules store an instance of this class, because a closure cannot be pickled, and because torch.compile can read
+    # an existing pattern but not build one from a function.
 
     def __init__(self, stride: int, reach: int) -> None:
         def seen(b, h, q, k):
@@ -268,8 +270,6 @@ class NativeSparseAttention(nn.Module):
 
         keys, lse: compressed keys, and the lse of attention to them, from which the blocks are scored.
         num_keys: number of keys before compression.
-
-        Computed in chunks of queries to bound memory.
         """
         count = -(-num_keys // self.block)
         number, each = q.shape[2], q.shape[0] * q.shape[1] * max(1, keys.shape[2])
@@ -304,7 +304,6 @@ class NativeSparseAttention(nn.Module):
         window's attention weight times the number of its parts of `stride` keys inside the block.
 
         keys, lse: compressed keys, and the log-sum-exp of attention to them.
-        position: position of each query.
         """
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride
