@@ -80,7 +80,7 @@ def add_arguments(parser: CommandParser) -> None:
 def plan(options: argparse.Namespace) -> int:
     """Run the command `plan`: print the plan, or the longest sequence within a memory budget; return exit status 0.
 
-    Raises UsageError for arguments that are invalid, or fit neither the pattern nor each other.
+    Raises UsageError for arguments that are invalid, or that do not fit the pattern or each other.
     """
     asked = asked_from(options)
     heads, head_dim = asked.num_heads, options.head_dim or 64

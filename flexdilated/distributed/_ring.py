@@ -268,11 +268,12 @@ class Gradients:
 
 
 def _message_views(x: Tensor, length: int) -> Sequence[Tensor]:
-    """Return contiguous views of x (B, G, S, ...), one for each message: x itself if it has all tokens, S == length.
+    """Return contiguous views of x, one for each message: x itself if it has all tokens, S == length.
 
     Otherwise there is one view per batch entry and KV head, as some tokens of a shard are contiguous only within these.
     The receiver cuts its buffer in the same way.
 
+    x: (B, G, S, ...), contiguous, or some consecutive tokens of a contiguous tensor.
     length: number of tokens of the sender's whole shard.
     """
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()

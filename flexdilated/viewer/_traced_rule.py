@@ -142,9 +142,10 @@ class UnsupportedError(Exception):
 
 
 class _OperationTracer(TorchDispatchMode):
-    """Dispatch mode that adds operations on traced tensors to a program.
+    """Dispatch mode that computes each operation and, if it reads values of a traced tensor, adds it to a program.
 
-    It only computes other operations, and those that take no value from a traced tensor, such as zeros_like.
+    Operations that read only the shape of a traced tensor, such as zeros_like, are not added. Raises UnsupportedError
+    for operations that a page does not support.
 
     inputs: (node index, tensor) of each tensor to trace; results of operations on them are traced, too.
     """

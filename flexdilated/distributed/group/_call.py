@@ -138,7 +138,9 @@ class PartSums:
             merge_(*self.sums, out, lse)
 
     def rows(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far; for no parts, uninitialised.
+        """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far.
+
+        Without any part, as on a rank without tokens (L = 0), both are uninitialised.
 
         sinks: a logit for each head (H,), whose exponential is added to the softmax denominators; or None.
         """
@@ -166,10 +168,11 @@ class PartSums:
 
 
 def constant_probability(name: str, value: object) -> float:
-    """Return `value`, a probability, as a float that is a constant in a graph; raises as `require_probability`.
+    """Return `value`, a probability, rounded down to a multiple of 2**-62, as a float that is a constant in a graph.
 
     With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to which
-    `index` specializes the graph; so the probability is converted to an integer and back.
+    `index` specializes the graph; so the probability is converted to an integer and back. Raises as
+    `require_probability`.
     """
     return index(int(require_probability(name, value) * 2**62)) / 2**62
 
@@ -202,7 +205,7 @@ def resolved_pattern(pattern: str, bindings: Sequence[Tensor], num_tokens: int) 
 
 @dataclass
 class _Checks:
-    """Digests of the calls that a group has agreed on, and the number of checks in its store, failed ones included."""
+    """Digests of the calls that a process group has agreed on, and the number of checks begun, failed ones included."""
 
     agreed: set[str] = field(default_factory=set)
     count: int = 0

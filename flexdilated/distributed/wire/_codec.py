@@ -145,11 +145,12 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """Return the first of int8, bf16 and None with |decoded − x| / |x| within the bound for each vector x of all ranks.
+    """Return the first of int8, bf16 and None that surely keeps |decoded − x| / |x| within error_bound.
 
-    int8 is skipped if a vector would take at least as many bytes as in the next codec, as with small head dims; bf16 is
-    tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0 but has
-    an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
+    x is each vector of k and v, on all ranks. int8 is skipped if a vector would take at least as many bytes as in the
+    next codec, as with small head dims; bf16 is tried for float32 and float64 only. If some vector is not finite,
+    exceeds the range of bfloat16, or is not 0 but has an int8 scale below the normal numbers of float32, the result is
+    `Codec(None)`.
 
     All ranks must call it, with equal bound, dtype and head dim, and get the same codec: they compare one number, in
     one collective of 8 bytes. It is skipped if these arguments alone rule out int8 and bf16. ranks=None: this process

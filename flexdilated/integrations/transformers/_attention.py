@@ -213,7 +213,7 @@ class Visibility:
         return self._rule_patterns
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
-        """Return the pattern of the pairs that a layer allows: its own and the model's rule, without padding.
+        """Return the pattern by which a layer attends: its own and the model's rule, within documents, without padding.
 
         The layer's pattern, and the part of the model's rule that is about positions, count positions from the first
         token of each document; from the first token that is not padding, if sequences are padded in front.
@@ -268,6 +268,7 @@ def _restrict_to_documents(
     Returns `mask` itself if no documents are found, or if the model's rule has them already. The result is computed
     once for all layers that get `mask`.
 
+    query: only its number of queries is read.
     options: `options` of `attention`; their position_ids are used in a model without hooks.
     ready_made: True if the model passed a mask tensor or None, from which `mask` was made.
     evicts: True for keys of a `FlexdilatedCache`.
