@@ -128,7 +128,7 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
 
 
 def _relative_error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
-    """Return the largest error of output and gradients, each relative to the largest absolute value in its tensor.
+    """Return the largest error of output and, in training, gradients, relative to the largest magnitude in its tensor.
 
     use: "training" or "inference".
 

@@ -62,7 +62,7 @@ class AskedPattern:
 
     @cached_property
     def num_entries(self) -> int:
-        """Batch size of the run-time tensors, also if their rows are equal; 1 if all are common to all entries."""
+        """Batch size of the run-time tensors, also if their entries are equal; 1 if all are common to all entries."""
         return self.pattern.bind(num_heads=self.num_heads, num_queries=self.num_tokens, num_keys=self.num_tokens).batch
 
     def require_in_range(self, *, head: int, batch: int) -> None:

@@ -130,9 +130,10 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence in tokens for each budget.
+    """Return a dict for JSON: the pattern, the sizes, "bytes_a_token" and "longest".
 
-    Both are given for each use: "attention, inference", "model, training" and so on.
+    "bytes_a_token" has, for each use, such as "attention, inference", the mean growth of the peak per token. "longest"
+    has a dict for each budget: "budget_bytes" and, for each use, the result of `longest_sequence`.
 
     size: its num_tokens is ignored.
     budgets: in bytes.

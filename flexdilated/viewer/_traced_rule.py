@@ -238,6 +238,8 @@ def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_he
     The keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
     traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is
     the branch with names of run-time tensors, `bound` the same branch with their values.
+
+    Raises ValueError for operations that a page does not support.
     """
     return _TracedRule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 

@@ -39,8 +39,8 @@ class Codec:
     name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
         for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
         number and one float32 scale per vector, its largest magnitude over 127, but at least the smallest normal
-        float32; errors are at most half a scale. With "int8" a vector that is not finite, or whose scale exceeds
-        float32, decodes to NaN.
+        float32; errors are at most half a scale, apart from rounding to floats. With "int8" a vector that is not
+        finite, or whose scale exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None

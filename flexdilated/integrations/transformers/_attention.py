@@ -173,7 +173,7 @@ class Visibility:
 
     @cached_property
     def _dense_mask(self) -> Bool[Tensor, "B N M"]:
-        """True for the keys that the model's rule, documents and padding allow."""
+        """True for the pairs of query and key that the model's rule, documents and padding allow."""
         b = torch.arange(self.shape[0], device=self.device)[:, None, None]
         q = self.q_offset + torch.arange(self.shape[2], device=self.device)[:, None]
         k = self.kv_offset + torch.arange(self.shape[3], device=self.device)
