@@ -95,7 +95,7 @@ def _check_variables() -> tuple[list[Finding], bool]:
     """Check the FLEXDILATED_* environment variables; return ([(name, verdict) of each that is set], True if valid).
 
     If none is set, the list has one item that says so. Unknown variables and an invalid profile folder count as valid,
-    because calls of `attend` do not read them; an import of the library raises for such a folder.
+    because calls of `attend` do not read them.
     """
     findings, all_parse = [], True
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):

@@ -102,10 +102,8 @@ def uninitialised_rows(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_dtype_and_strides_of(x: Tensor, like: Tensor) -> Tensor:
-    """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ.
-
-    The fake implementations of the custom ops declare this dtype and these strides.
-    """
+    """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ."""
+    # The fake implementations of the custom ops declare this dtype and these strides.
     promised = torch.empty_like(like)
     return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
 
@@ -170,10 +168,10 @@ class PartSums:
 def constant_probability(name: str, value: object) -> float:
     """Return `value`, a probability, rounded down to a multiple of 2**-62, as a float that is a constant in a graph.
 
-    With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to which
-    `index` specializes the graph; so the probability is converted to an integer and back. Raises as
-    `require_probability`.
+    Raises as `require_probability`.
     """
+    # With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to
+    # which `index` specializes the graph.
     return index(int(require_probability(name, value) * 2**62)) / 2**62
 
 
@@ -292,12 +290,13 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
 def _agree_in_store(ranks: Ranks, prefix: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
-    Each rank adds 1 to the count of its digest. The last rank to come compares the count of its digest with the number
-    of ranks.
-
     prefix: of the check's keys in the store.
-    call: the facts, as JSON.
+    digest, call: of the facts, and the facts, from `_digest_and_text`.
+
+    Raises RuntimeError if the store fails or does not answer within the group's timeout.
     """
+    # Each rank adds 1 to the count of its digest. The last rank to come compares the count of its digest with the
+    # number of ranks.
     store = group_of(ranks.name).get_group_store()
     store.set(f"{prefix}/{ranks.rank}", call)
     store.add(f"{prefix}/{digest}", 1)

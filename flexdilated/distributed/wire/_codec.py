@@ -213,7 +213,7 @@ def _vectors_and_largest(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... 
 
 
 def _view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x with the bytes of its last dim read as `dtype`: a view, or a copy if strides or offset are unaligned."""
+    """Return x with the bytes of its last dim read as `dtype`: a view, or a copy if x has no such view."""
     *strides, step = x.stride()
     if step != 1 or any(number % dtype.itemsize for number in (*strides, x.storage_offset())):
         x = x.clone(memory_format=torch.contiguous_format)

@@ -198,10 +198,8 @@ class Visibility:
 
     @property
     def rule_patterns(self) -> RulePatterns:
-        """The model's rule as patterns, and the run-time tensors of rule and padding.
-
-        Computed on first access, as a model may make masks that no layer uses.
-        """
+        """The model's rule as patterns, and the run-time tensors of rule and padding."""
+        # Computed on first access, as a model may make masks that no layer uses.
         if self._rule_patterns is None:
             found = (
                 RulePatterns(None, self.begin, None, {})
