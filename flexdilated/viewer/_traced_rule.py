@@ -142,12 +142,13 @@ class UnsupportedError(Exception):
 
 
 class _OperationTracer(TorchDispatchMode):
-    """Dispatch mode that computes each operation and, if it reads values of a traced tensor, adds it to a program.
+    """Dispatch mode that computes each operation and, if it reads values of a traced tensor, traces its result, too.
 
-    Operations that read only the shape of a traced tensor, such as zeros_like, are not added. Raises UnsupportedError
+    Operations that read only the shape of a traced tensor, such as zeros_like, are not traced. Raises UnsupportedError
     for operations that a page does not support.
 
-    inputs: (node index, tensor) of each tensor to trace; results of operations on them are traced, too.
+    program: gets the nodes of the traced operations.
+    inputs: (node index, tensor) of each tensor to trace.
     """
 
     def __init__(self, program: TracedProgram, inputs: list[tuple[int, Tensor]]) -> None:

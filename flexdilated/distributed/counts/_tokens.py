@@ -77,7 +77,7 @@ class Chunks:
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
     def count(self, positions: Ranges) -> Int64[Tensor, " n"]:
-        """Return how many of `positions`, ranges without common positions, each chunk has."""
+        """Return, for each chunk, how many of its positions are in `positions`, which are disjoint ranges."""
         first, stop, step = torch.tensor([(run.start, run.stop, run.step) for run in positions] or [(0, 0, 1)]).T
         counts = torch.zeros(len(self), dtype=torch.int64)
         for some in torch.arange(len(first)).split(max(1, _MOST_COUNTS // len(self))):
