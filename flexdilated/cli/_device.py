@@ -95,7 +95,7 @@ def _check_variables() -> tuple[list[Finding], bool]:
     """Check the FLEXDILATED_* environment variables; return ([(name, verdict) of each that is set], True if valid).
 
     If none is set, the list has one item that says so. Unknown variables and an invalid profile folder count as valid,
-    because attention does not read them.
+    because calls of `attend` do not read them.
     """
     findings, all_parse = [], True
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
@@ -128,7 +128,7 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
 
 
 def _relative_error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
-    """Return the largest error of output and gradients, each relative to the largest absolute value in its tensor.
+    """Return the largest error of output and, in training, gradients, relative to the largest magnitude in its tensor.
 
     use: "training" or "inference".
 

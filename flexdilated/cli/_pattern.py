@@ -62,7 +62,7 @@ class AskedPattern:
 
     @cached_property
     def num_entries(self) -> int:
-        """Batch size of the run-time tensors, also if their rows are equal; 1 if all are common to all entries."""
+        """Batch size of the run-time tensors, also if their entries are equal; 1 if all are common to all entries."""
         return self.pattern.bind(num_heads=self.num_heads, num_queries=self.num_tokens, num_keys=self.num_tokens).batch
 
     def require_in_range(self, *, head: int, batch: int) -> None:
@@ -174,9 +174,13 @@ def _load_tensor(name: str, file: str) -> Tensor:
 
 
 def _implied_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
-    """Return the number of tokens that a run-time tensor implies: the largest of its lengths, else its last axis' size.
+    """Return the number of tokens that a run-time tensor implies: the size of its last axis; 0 if it has no axes.
 
-    Returns 0 for a tensor without axes, and for lengths that are empty or no integers.
+    For a tensor that only `masks.lengths` patterns read it is the largest value, or 0 if there are no values or they
+    are no integers.
+
+    name: name of the run-time tensor.
+
     Raises UsageError for invalid or too many values.
     """
     with as_usage_errors():

@@ -80,7 +80,7 @@ def add_arguments(parser: CommandParser) -> None:
 def plan(options: argparse.Namespace) -> int:
     """Run the command `plan`: print the plan, or the longest sequence within a memory budget; return exit status 0.
 
-    Raises UsageError for arguments that are invalid, or fit neither the pattern nor each other.
+    Raises UsageError for arguments that are invalid, or that do not fit the pattern or each other.
     """
     asked = asked_from(options)
     heads, head_dim = asked.num_heads, options.head_dim or 64
@@ -130,9 +130,10 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Return a dict for JSON: sizes, "bytes_a_token", and "longest", the longest sequence in tokens for each budget.
+    """Return a dict for JSON: the pattern, the sizes, "bytes_a_token" and "longest".
 
-    Both are given for each use: "attention, inference", "model, training" and so on.
+    "bytes_a_token" has, for each use, such as "attention, inference", the mean growth of the peak per token. "longest"
+    has a dict for each budget: "budget_bytes" and, for each use, the result of `longest_sequence`.
 
     size: its num_tokens is ignored.
     budgets: in bytes.

@@ -166,7 +166,10 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _position(text: str) -> int:
-    """Parse a position such as 5000, 64K or -1, without a check of its range. K is 1,024."""
+    """Return the position in a text such as "5000", "64K" or "-1", whose range is not checked; K is 1,024.
+
+    Raises ArgumentTypeError for other text.
+    """
     found = size_of(text.strip().removeprefix("-"))
     if found is None:
         raise argparse.ArgumentTypeError(f"a position must be a whole number, such as 5000 or 64K; got {text!r}")

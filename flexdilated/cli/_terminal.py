@@ -224,9 +224,9 @@ def write_file(path: Path, content: bytes) -> None:
 def optional_package(package: str) -> ModuleType | None:
     """Import a package and return it, or None if it is not installed.
 
-    Copies inside setuptools count as not installed: torch adds them to the path of this process when it looks for a
-    compiler.
+    Copies inside setuptools count as not installed.
     """
+    # torch adds such copies to the path of this process when it looks for a compiler.
     try:
         found = import_module(package)
     except ImportError:

@@ -259,13 +259,12 @@ def _facts(
     pattern: str,
     call: PlainCall,
 ) -> tuple[tuple[str, object], ...]:
-    """Return the (name, value) pairs that the ranks compare besides the sharding; the values are hashable.
+    """Return the (name, value) pairs that the ranks compare besides the sharding and the values of run-time tensors.
 
-    They are arguments of the call, its sizes and dtype, and whether gradients are wanted; engine, block_size and
-    return_lse are not compared. Under torch.compile the sizes become constants of the graph, because messages have
-    fixed sizes.
+    The values are hashable. Of sinks and score_mod only their presence is compared; engine, block_size and return_lse
+    are not compared. Under torch.compile the sizes become constants of the graph, because messages have fixed sizes.
 
-    pattern: in JSON.
+    pattern: in JSON, with its padding, which the pattern of `call` does not have.
     """
     inputs = (q, k, v, features.sinks)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

@@ -275,7 +275,14 @@ def _rank_sharding_and_heads(
 def _facts(
     shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: float, wants: Sequence[bool]
 ) -> dict[str, object]:
-    """Return {name: value} of a call's arguments that must be equal on all ranks for their messages to match."""
+    """Return {name: value} of what the ranks compare before they send q, k and v.
+
+    Some arguments that must be equal, such as scale and head_offset, are not compared.
+
+    shards: [q, k, v].
+    pattern: in JSON.
+    wants: as in `tokens_to_heads`.
+    """
     batch, heads, _, head_dim = shards[0].shape
     return {
         "schedule": "heads",

@@ -86,10 +86,8 @@ def turns_of(
 
 
 def _steps(num_ranks: int) -> Iterator[int]:
-    """Yield the step of each turn, 1, -1, 2, -2, ... modulo num_ranks: rank r sends to rank r + step.
-
-    All ranks use the same order; otherwise messages between three ranks could deadlock.
-    """
+    """Yield the step of each turn, 1, -1, 2, -2, ... modulo num_ranks: rank r sends to rank r + step."""
+    # All ranks use the same order; otherwise messages between three ranks could deadlock.
     # The two nearest neighbours come first, so that the turns overlap if only neighbours need each other's keys.
     for step in range(1, num_ranks // 2 + 1):
         yield step
@@ -118,8 +116,7 @@ Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 class Ring:
     """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them.
 
-    With codec "auto" the constructor may make a collective, in which the ranks agree on a codec: all ranks must
-    construct their rings at the same place in the sequence of their transfers.
+    With codec "auto" all ranks must construct it together, as the constructor may make a collective.
 
     bindings: as in `ring_op`.
     """
@@ -268,11 +265,12 @@ class Gradients:
 
 
 def _message_views(x: Tensor, length: int) -> Sequence[Tensor]:
-    """Return contiguous views of x (B, G, S, ...), one for each message: x itself if it has all tokens, S == length.
+    """Return contiguous views of x, one for each message: x itself if it has all tokens, S == length.
 
     Otherwise there is one view per batch entry and KV head, as some tokens of a shard are contiguous only within these.
     The receiver cuts its buffer in the same way.
 
+    x: (B, G, S, ...), contiguous, or some consecutive tokens of a contiguous tensor.
     length: number of tokens of the sender's whole shard.
     """
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()

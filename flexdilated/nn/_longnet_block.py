@@ -304,10 +304,10 @@ def rotary_table(
 
     The angle of pair i, from 0 to D/2 - 1, is position * base^(-2i/D) radians.
 
-    The table is float64 if `dtype`, that of the features, is float64, else float32. Angles are computed in float64,
-    because in float32 the error near position 1,000,000 is 0.03 radians.
+    The table is float64 if `dtype`, that of the features, is float64, else float32.
     Source: RoFormer, arXiv 2104.09864, eq. 34.
     """
+    # Angles in float64, because in float32 the error near position 1,000,000 is 0.03 radians.
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
     angles = positions.double()[..., None] * base**-exponents
     cos, sin = (part.to(torch.promote_types(dtype, torch.float32)) for part in (angles.cos(), angles.sin()))

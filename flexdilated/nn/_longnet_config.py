@@ -332,7 +332,7 @@ class LongNetConfig:
 
     @property
     def planned_tokens(self) -> int:
-        """Number of tokens for which `layout` is decided: the longest segment length, or 8,192 for a `pattern`."""
+        """Number of tokens for which `layout` picks the order: the longest segment length, or 8,192 for a `pattern`."""
         return _PLANNED_TOKENS if self.segment_lengths is None else max(self.segment_lengths)
 
 

@@ -119,7 +119,7 @@ def _command(pattern: Expression, bound: Bound) -> str | None:
 
 
 def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
-    """Return a dict with the allowed fraction of each tile of the (queries x keys) mask, which the page need not count.
+    """Return a dict with the allowed fraction of each tile of the (queries x keys) mask, for the page to draw.
 
     "sides": tokens of a tile along queries and along keys.
     "grids": for each of up to _MOST_GRIDS different rules, one number per tile: the fraction of allowed pairs, to four

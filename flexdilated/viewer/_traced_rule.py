@@ -142,11 +142,13 @@ class UnsupportedError(Exception):
 
 
 class _OperationTracer(TorchDispatchMode):
-    """Dispatch mode that adds operations on traced tensors to a program.
+    """Dispatch mode that computes each operation and, if it reads values of a traced tensor, traces its result, too.
 
-    It only computes other operations, and those that take no value from a traced tensor, such as zeros_like.
+    Operations that read only the shape of a traced tensor, such as zeros_like, are not traced. Raises UnsupportedError
+    for operations that a page does not support.
 
-    inputs: (node index, tensor) of each tensor to trace; results of operations on them are traced, too.
+    program: gets the nodes of the traced operations.
+    inputs: (node index, tensor) of each tensor to trace.
     """
 
     def __init__(self, program: TracedProgram, inputs: list[tuple[int, Tensor]]) -> None:
@@ -237,6 +239,8 @@ def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_he
     The keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
     traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is
     the branch with names of run-time tensors, `bound` the same branch with their values.
+
+    Raises ValueError for operations that a page does not support.
     """
     return _TracedRule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 

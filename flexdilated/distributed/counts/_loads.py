@@ -106,9 +106,7 @@ def choose_schedule(
 
 
 def choice_of(counts: TokenCounts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
-    """Return the choice of "exchange" or "ring", by the bytes that the most loaded rank would receive and hold.
-
-    The ring is chosen if the factor by which it holds less exceeds the factor by which it receives more.
+    """Return the choice of "exchange" or "ring", by the rule that `choose_schedule` states.
 
     counts: for each schedule, tokens that rank i receives from rank j, summed over KV heads, as (W, W).
     held_bytes, sent_bytes: bytes of key and value of one token in one KV head, over the batch, as held in memory and as

@@ -1,11 +1,11 @@
 """Counts of the tokens that each rank needs from each other rank, and of the allowed pairs of each rank's queries.
 
 Chunks are the contiguous ranges of positions that ranks hold, in the order of the sequence. Active tokens of a branch
-are the queries and keys of the pairs that it allows. Dilated branches are counted in closed form. A segment with tokens
-of two chunks contains all positions between these tokens, so the end of the earlier chunk and the beginning of the
-later one. If rates divide their segments, the active tokens of a branch are one residue class of all positions. So the
-keys that a rank needs in a chunk are a union of residue classes, each restricted to the beginning of the chunk, its
-end, or both.
+are the queries and keys of the pairs that it allows. The branches that `as_branches` returns are counted in closed
+form. A segment with tokens of two chunks contains all positions between these tokens: the end of the earlier chunk and
+the beginning of the later one. As the rate divides the segment length, the active tokens of a branch are one residue
+class of all positions. So the keys that a rank needs in a chunk are a union of residue classes, each restricted to the
+beginning of the chunk, its end, or both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_COUNTS = 1 << 20  # entries of a (chunk, range) table computed at once: bo
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Nonempty ranges of positions: chunk i is [start[i], stop[i]), held by rank[i]."""
+    """All positions of a sequence, in nonempty ascending ranges: chunk i is [start[i], stop[i]), held by rank[i]."""
 
     start: Int64[Tensor, " n"]
     stop: Int64[Tensor, " n"]
@@ -77,7 +77,7 @@ class Chunks:
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
     def count(self, positions: Ranges) -> Int64[Tensor, " n"]:
-        """Return the number of these positions in each chunk."""
+        """Return, for each chunk, how many of its positions are in `positions`, which are disjoint ranges."""
         first, stop, step = torch.tensor([(run.start, run.stop, run.step) for run in positions] or [(0, 0, 1)]).T
         counts = torch.zeros(len(self), dtype=torch.int64)
         for some in torch.arange(len(first)).split(max(1, _MOST_COUNTS // len(self))):
@@ -132,13 +132,13 @@ def _as_branch(rule: Pattern) -> DilatedBranch | None:
     return DilatedBranch(base.segment, base.rate, base.offset, bool(others))
 
 
-Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # branches of a KV head, and the number of such heads
+Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # result of `as_branches` for a KV head; number of such heads
 
 
 def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
     """Return how many tokens each rank needs in each chunk, summed over KV heads; undefined for its own chunks.
 
-    groups: (branches of a KV head, number of KV heads with these branches) pairs.
+    groups: (branches of a KV head, as `as_branches` returns them, number of KV heads with these branches) pairs.
     """
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     for group, times in _merge_groups(groups, chunks):
@@ -154,7 +154,7 @@ def _tokens_of_branches(
 
     A token that several branches need counts once.
 
-    group: the branches of the head, by ascending rate.
+    group: the branches of the head, as `as_branches` returns them.
     own_chunks: for each of the R ranks, index of its first chunk and, in row 1, of its second one; -1 if missing.
     """
     total = torch.zeros(own_chunks.shape[1], len(chunks), dtype=torch.int64)
@@ -222,6 +222,8 @@ def _containing_branches(group: tuple[DilatedBranch, ...], index: int) -> list[i
 
     The smaller i are in descending order. The residue class of a branch is the positions that equal its offset modulo
     its rate.
+
+    group: branches as `as_branches` returns them.
     """
     found = [index]
     for at in range(index - 1, -1, -1):
@@ -274,7 +276,7 @@ def _tokens_of_rules(
 ) -> Int64[Tensor, "W n"]:
     """Return the number of tokens of each chunk that each rank needs in a KV head, by the rules of its query heads.
 
-    group: (rule for one head, index of a head with this rule) pairs.
+    group: (rule for one head, global index of a head with this rule) pairs.
     """
     tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
     for rank in range(sharding.num_ranks):
@@ -284,14 +286,15 @@ def _tokens_of_rules(
     return tokens
 
 
-RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head with this rule
+RuleHead = tuple[Pattern, int]  # a rule for one head, and the global index of a head with this rule
 
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
     """Finds the keys that some queries need in each KV head of this device, by the rules of its query heads.
 
-    groups: for each KV head, the distinct rules of its query heads, each with the index of a head with this rule.
+    groups: for each KV head, the distinct rules of its query heads, over all branches and batch entries, each with the
+        global index of a head with this rule.
     """
 
     num_heads_global: int
@@ -338,7 +341,9 @@ class KVNeeds:
     def in_head(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
         """Return the positions among `keys` that some of the queries in `runs` need in one KV head.
 
-        runs: pairs ((rule for one head, index of a head with this rule), range of positions of queries in that head).
+        Neither argument may be empty.
+
+        runs: pairs (item of `groups[g]` for this KV head g, range of positions of queries).
         """
         # If all rules have a common period, the needs have it, too: a shift by a multiple of it allows reuse.
         period = common_period(tuple(rule for (rule, _), _ in runs))

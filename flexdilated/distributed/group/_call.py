@@ -102,10 +102,8 @@ def uninitialised_rows(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_dtype_and_strides_of(x: Tensor, like: Tensor) -> Tensor:
-    """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ.
-
-    The fake implementations of the custom ops declare this dtype and these strides.
-    """
+    """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ."""
+    # The fake implementations of the custom ops declare this dtype and these strides.
     promised = torch.empty_like(like)
     return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
 
@@ -138,7 +136,9 @@ class PartSums:
             merge_(*self.sums, out, lse)
 
     def rows(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far; for no parts, uninitialised.
+        """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far.
+
+        Without any part, as on a rank without tokens (L = 0), both are uninitialised.
 
         sinks: a logit for each head (H,), whose exponential is added to the softmax denominators; or None.
         """
@@ -166,11 +166,12 @@ class PartSums:
 
 
 def constant_probability(name: str, value: object) -> float:
-    """Return `value`, a probability, as a float that is a constant in a graph; raises as `require_probability`.
+    """Return `value`, a probability, rounded down to a multiple of 2**-62, as a float that is a constant in a graph.
 
-    With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to which
-    `index` specializes the graph; so the probability is converted to an integer and back.
+    Raises as `require_probability`.
     """
+    # With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to
+    # which `index` specializes the graph.
     return index(int(require_probability(name, value) * 2**62)) / 2**62
 
 
@@ -202,7 +203,7 @@ def resolved_pattern(pattern: str, bindings: Sequence[Tensor], num_tokens: int) 
 
 @dataclass
 class _Checks:
-    """Digests of the calls that a group has agreed on, and the number of checks in its store, failed ones included."""
+    """Digests of the calls that a process group has agreed on, and the number of checks begun, failed ones included."""
 
     agreed: set[str] = field(default_factory=set)
     count: int = 0
@@ -289,12 +290,13 @@ def _digest_and_text(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
 def _agree_in_store(ranks: Ranks, prefix: str, digest: str, call: str) -> str:
     """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
 
-    Each rank adds 1 to the count of its digest. The last rank to come compares the count of its digest with the number
-    of ranks.
-
     prefix: of the check's keys in the store.
-    call: the facts, as JSON.
+    digest, call: of the facts, and the facts, from `_digest_and_text`.
+
+    Raises RuntimeError if the store fails or does not answer within the group's timeout.
     """
+    # Each rank adds 1 to the count of its digest. The last rank to come compares the count of its digest with the
+    # number of ranks.
     store = group_of(ranks.name).get_group_store()
     store.set(f"{prefix}/{ranks.rank}", call)
     store.add(f"{prefix}/{digest}", 1)

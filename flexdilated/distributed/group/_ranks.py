@@ -62,7 +62,7 @@ class Ranks:
 
 
 def group_of(name: str) -> ProcessGroup:
-    """Return the process group of this name. Raises RuntimeError if this process has not made it."""
+    """Return the process group of this name. Raises RuntimeError if this process has not made it, or destroyed it."""
     try:
         return _torch_private.resolve_process_group(name)
     except RuntimeError as error:

@@ -39,8 +39,8 @@ class Codec:
     name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
         for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
         number and one float32 scale per vector, its largest magnitude over 127, but at least the smallest normal
-        float32; errors are at most half a scale. With "int8" a vector that is not finite, or whose scale exceeds
-        float32, decodes to NaN.
+        float32; errors are at most half a scale, apart from rounding to floats. With "int8" a vector that is not
+        finite, or whose scale exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None
@@ -145,11 +145,12 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """Return the first of int8, bf16 and None with |decoded − x| / |x| within the bound for each vector x of all ranks.
+    """Return the first of int8, bf16 and None that surely keeps |decoded − x| / |x| within error_bound.
 
-    int8 is skipped if a vector would take at least as many bytes as in the next codec, as with small head dims; bf16 is
-    tried for float32 and float64 only. If some vector is not finite, exceeds the range of bfloat16, or is not 0 but has
-    an int8 scale below the normal numbers of float32, the result is `Codec(None)`.
+    x is each vector of k and v, on all ranks. int8 is skipped if a vector would take at least as many bytes as in the
+    next codec, as with small head dims; bf16 is tried for float32 and float64 only. If some vector is not finite,
+    exceeds the range of bfloat16, or is not 0 but has an int8 scale below the normal numbers of float32, the result is
+    `Codec(None)`.
 
     All ranks must call it, with equal bound, dtype and head dim, and get the same codec: they compare one number, in
     one collective of 8 bytes. It is skipped if these arguments alone rule out int8 and bf16. ranks=None: this process
@@ -212,7 +213,7 @@ def _vectors_and_largest(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... 
 
 
 def _view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x with the bytes of its last dim read as `dtype`: a view, or a copy if strides or offset are unaligned."""
+    """Return x with the bytes of its last dim read as `dtype`: a view, or a copy if x has no such view."""
     *strides, step = x.stride()
     if step != 1 or any(number % dtype.itemsize for number in (*strides, x.storage_offset())):
         x = x.clone(memory_format=torch.contiguous_format)

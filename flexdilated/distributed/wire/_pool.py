@@ -28,7 +28,7 @@ pools_by_name: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 class PoolStatistics:
     """Statistics of a `BufferPool`: current and peak bytes, and counts; peaks and counts are since its last `reset`.
 
-    A lease counts if it has a buffer of the pool. Calls of `lease` that torch served count in `num_plain` only.
+    Only leases with a buffer of the pool count as leases. `num_plain` counts the others, for which torch allocated.
 
     allocated_bytes: of all buffers, leased and idle.
     leased_bytes: requested by open leases; their buffers may be larger.

@@ -145,6 +145,8 @@ def _pattern_or_reason(each: Candidate, pattern: AnyPattern | PatternChooser | N
     """Return the validated pattern for a module, or a text: the reason why it keeps its original attention.
 
     pattern: the argument of `convert`.
+
+    Raises TypeError or ValueError for a pattern that does not fit the module.
     """
     if each.refusal:
         return each.refusal

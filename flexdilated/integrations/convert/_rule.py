@@ -137,8 +137,8 @@ def pattern_of_call(
 
     A mask must be of one of three kinds. Padding has shape (B or 1, 1, 1, M), or is expanded from it, and its floats
     may also hide keys by the least number of their dtype. A mask that hides padding both as keys and as queries is
-    boolean and has shape (B, 1, N, N); in a compiled graph it needs B > 1, and real tokens side by side. torch's causal
-    mask has shape (N, M), with optional leading dims of 1.
+    boolean and has shape (B, 1, N, N); in a compiled graph it needs B > 1, and no padding between other tokens. torch's
+    causal mask has shape (N, M), with optional leading dims of 1.
 
     Raises ValueError or TypeError for any other mask; in a compiled graph, RuntimeError at run time for other values.
     """

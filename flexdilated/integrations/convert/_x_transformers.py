@@ -124,7 +124,9 @@ def candidate_of(name: str, module: Any, model: nn.Module) -> Candidate | None:
 
 
 def _layer_type(module: nn.Module, layers: Any) -> str | None:
-    """Return the type of the layer that contains `module`, such as "a" or "c" for self- or cross-attention, or None.
+    """Return the type of the layer that contains `module`, such as "a" or "c" for self- or cross-attention.
+
+    Returns None if no layer contains it.
 
     layers: an AttentionLayers of x-transformers.
     """

@@ -262,7 +262,7 @@ class SlideEncoder(nn.Module):
     def _position_embeddings(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
         """Return position embeddings: the second coordinate's in the first half of the channels, then the first's.
 
-        Raises ValueError for tiles outside the grid.
+        Raises ValueError for tiles outside the grid, but not in a compiled graph.
         """
         grid, quarter = self.config.grid_size, self.config.encoder.embed_dim // 4
         tiles = torch.floor(coordinates / self.config.tile_size).long()

@@ -173,7 +173,7 @@ class Visibility:
 
     @cached_property
     def _dense_mask(self) -> Bool[Tensor, "B N M"]:
-        """True for the keys that the model's rule, documents and padding allow."""
+        """True for the pairs of query and key that the model's rule, documents and padding allow."""
         b = torch.arange(self.shape[0], device=self.device)[:, None, None]
         q = self.q_offset + torch.arange(self.shape[2], device=self.device)[:, None]
         k = self.kv_offset + torch.arange(self.shape[3], device=self.device)
@@ -198,10 +198,8 @@ class Visibility:
 
     @property
     def rule_patterns(self) -> RulePatterns:
-        """The model's rule as patterns, and the run-time tensors of rule and padding.
-
-        Computed on first access, as a model may make masks that no layer uses.
-        """
+        """The model's rule as patterns, and the run-time tensors of rule and padding."""
+        # Computed on first access, as a model may make masks that no layer uses.
         if self._rule_patterns is None:
             found = (
                 RulePatterns(None, self.begin, None, {})
@@ -213,7 +211,7 @@ class Visibility:
         return self._rule_patterns
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
-        """Return the pattern of the pairs that a layer allows: its own and the model's rule, without padding.
+        """Return the pattern by which a layer attends: its own and the model's rule, within documents, without padding.
 
         The layer's pattern, and the part of the model's rule that is about positions, count positions from the first
         token of each document; from the first token that is not padding, if sequences are padded in front.
@@ -268,6 +266,7 @@ def _restrict_to_documents(
     Returns `mask` itself if no documents are found, or if the model's rule has them already. The result is computed
     once for all layers that get `mask`.
 
+    query: only its number of queries is read.
     options: `options` of `attention`; their position_ids are used in a model without hooks.
     ready_made: True if the model passed a mask tensor or None, from which `mask` was made.
     evicts: True for keys of a `FlexdilatedCache`.

@@ -280,7 +280,7 @@ class _Layer(CacheLayerMixin):
         return -1
 
     def activate_past_recording(self) -> None:
-        """Do nothing: `crop` can always remove the last `undo` tokens."""
+        """Do nothing: the keys that a crop by `undo` tokens needs are always kept."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens; the number is 0 or negative, as in transformers.
