@@ -176,16 +176,18 @@ class SelectorState(NamedTuple):
         return self._replace(pools=pools, blocks=blocks, scores=scores, coarse=coarse)
 
 
-def can_continue_at(selector: BlockSelector, known: SelectorState | None, position: int) -> bool:
-    """True if decoding can continue at the position: it begins a query block, or is within one whose choice is known.
+def refusing_query_block(selector: BlockSelector, known: SelectorState | None, position: int) -> int | None:
+    """Return None if decoding can continue at the position: it begins a query block, or the block's choice is known.
 
-    The same must hold for the coarse selectors. known: state of the selector; None before the first token.
+    Otherwise return the query_block of the selector, this one or a coarse one, for which that is not true.
+
+    known: state of the selector; None before the first token.
     """
     begun = position % selector.query_block
     if begun and (known is None or known.query_block != position // selector.query_block):
-        return False
+        return selector.query_block
     inner = None if known is None else known.coarse
-    return selector.coarse is None or can_continue_at(selector.coarse, inner, position)
+    return None if selector.coarse is None else refusing_query_block(selector.coarse, inner, position)
 
 
 def advance(
@@ -197,7 +199,7 @@ def advance(
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], SelectorState]:
     """Return (chosen blocks, their scores, new state) for the next queries in decoding.
 
-    q: at least one query; `can_continue_at` must be true at the position of the first.
+    q: at least one query; `refusing_query_block` must be None at the position of the first.
     known: state before these queries; None before the first token.
     k: keys of all tokens so far, including the tokens of q.
     """
@@ -274,7 +276,7 @@ class SelectedCache(KVCache):
         self.selector, self._not_always, self._biased = selector, not_always, biased
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
-        """Raise ValueError as `KVCache` does, and for a position at which `can_continue_at` is false."""
+        """Raise ValueError as `KVCache` does, and for a position at which `refusing_query_block` is not None."""
         self._require_continuable(cohort, num_tokens, "crop to where a query block begins, or within the last one")
         super()._check_crop(cohort, num_tokens)
 
@@ -282,10 +284,11 @@ class SelectedCache(KVCache):
         return super()._constructor_arguments() | {"selector": self.selector, "gradient": self._biased}
 
     def _require_continuable(self, cohort: Cohort, position: int, instead: str) -> None:
-        if not can_continue_at(self.selector, _selector_state(cohort), position):
+        refusing = refusing_query_block(self.selector, _selector_state(cohort), position)
+        if refusing is not None:
             raise ValueError(
                 "queries of a query block use the selection of its first query, which a cache keeps for the last block "
-                f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
+                f"only: {instead}; got position {position}, query_block={refusing}"
             )
 
     def _attend_held(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from ..core import (
     seconds_text,
     shortened,
 )
+from ..patterns import tables
 from ..planning import OperandSizes, Option, Plan, plan, plan_with_table
 from ._order_gain import order_gain
 from ._pair_counts import (
@@ -236,6 +237,8 @@ def describe(
     keys = num_queries if num_keys is None else num_keys
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
+    for table in tables(bound.pattern):
+        table.require_equal_rows()
     kind = torch.device(device).type
     operands = OperandSizes.usual_on(kind)._replace(head_dim=head_dim)
     planned = plan_with_table if device_kind(kind).on_host else plan

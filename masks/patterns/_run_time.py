@@ -283,14 +283,18 @@ class Table(Pattern):
             return replace(made, source=self.source)
         return replace(made, source=self.source, known=False, digest=f"{self.digest}, {which}")
 
-    @property
-    def only_row(self) -> Shaped[Tensor, "..."]:
-        """Return the row that all batch entries share. Raises ValueError if rows differ."""
+    def require_equal_rows(self) -> None:
+        """Raise ValueError if the values differ by batch entry."""
         if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
             raise ValueError(
                 "bounds and block counts need a single batch entry: give the run-time tensor of one entry, such as "
                 f"ids[0], or take bound.entry(0); got {len(self.rows)} rows that differ"
             )
+
+    @property
+    def only_row(self) -> Shaped[Tensor, "..."]:
+        """Return the row that all batch entries share. Raises ValueError if rows differ."""
+        self.require_equal_rows()
         return self.rows[0]
 
     def superset(self) -> Pattern:

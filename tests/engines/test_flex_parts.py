@@ -17,7 +17,7 @@ from flexdilated._validate import run_time_tensors
 from flexdilated.engines import Features, _operands
 from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
-from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex import _flex_op, _program
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import allowed_on, blank_program, heads_of_part, kv_head_parts, run_time_program
 from flexdilated.engines.flex._program import list_width, make_flex_program
@@ -151,6 +151,20 @@ def test_no_list_is_longer_than_a_compiled_table(packed: Packed, side):
         assert mask.full_q_num_blocks is not None
         assert max(int(count.max()) for count in (mask.kv_num_blocks, mask.full_kv_num_blocks)) <= by_row
         assert max(int(count.max()) for count in (mask.q_num_blocks, mask.full_q_num_blocks)) <= by_column
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_tables_of_a_graph_have_their_shapes_whatever_the_values(equal: bool, monkeypatch) -> None:
+    """Tables of heads that are equal are one table, of which small blocks would make no long lists."""
+    monkeypatch.setattr(_program, "_MOST_NUMBERS", 600)
+    q, chosen = torch.zeros(1, 8, 1024, 1), torch.zeros(8, 8, 2, dtype=torch.int64)
+    chosen[:, :, 1] = 1
+    chosen[0, 0, 1] = 1 if equal else 2
+    call = Call.at(q, q, masks.selected_blocks("t", block=128, most=2).text, num_heads_global=8)
+    found = _flex_op.run_time_tables(q, q, [chosen], *call.arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        declared = _flex_op.run_time_tables(torch.empty_like(q), torch.empty_like(q), [chosen], *call.arguments)
+    assert [x.shape for x in found] == [x.shape for x in declared]
 
 
 def widths(pattern: masks.Pattern, num_tokens: int, side: int) -> list[tuple[int, int]]:

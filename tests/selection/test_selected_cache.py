@@ -78,7 +78,8 @@ def test_a_row_that_is_not_known_is_refused() -> None:
     """A position within a row whose first query is forgotten, or was never there; the cache stays as it was."""
     torch.manual_seed(0)
     q = torch.randn(1, 2, 20, 4)
-    selector = fd.BlockSelector(block=4, query_block=8, query_summary="first", choose=fd.TopK(1))
+    options = {"block": 4, "query_block": 8, "query_summary": "first", "choose": fd.TopK(1)}
+    selector = fd.BlockSelector(**options)
     whole = fd.SelectedAttention(selector)(q, q, q)
     cache = fd.SelectedAttention(selector).cache(num_heads=2)
     cache.attend(*(q[:, :, :18],) * 3)
@@ -91,6 +92,11 @@ def test_a_row_that_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match=r"append whole query blocks; got position 10, query_block=8"):
         cache.attend(*(q[:, :, 10:],) * 3)
     assert cache.num_tokens == 10
+    coarse = fd.BlockSelector(**options | {"query_block": 16, "choose": fd.TopK(3)})
+    cache = fd.SelectedAttention(fd.BlockSelector(**options, coarse=coarse)).cache(num_heads=2)
+    cache.attend(q, q, q)
+    with pytest.raises(ValueError, match=r"got position 8, query_block=16"):
+        cache.crop(8)
 
 
 def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:

@@ -57,30 +57,40 @@ def allowed_on(device: torch.device) -> Allowed:
 
 
 def run_time_program(
-    call: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: OperandSizes | None = None
+    call: Call,
+    device: torch.device,
+    bindings: Sequence[Tensor],
+    batch: int,
+    operands: OperandSizes | None = None,
+    *,
+    in_graph: bool = False,
 ) -> FlexProgram:
     """Return the FlexProgram of a call for these values of its run-time tensors; cached.
 
     bindings: the tensors, sorted by name.
     batch: number of batch entries.
     operands: as in `static_program`.
+    in_graph: True for the block sizes of `blank_program`, so that the two programs differ only in tensors and their
+        shapes. False allows smaller blocks where these values give short lists.
 
-    The plan does not depend on the values: the terms are those of `blank_program`, with the values in their rules. The
-    two programs differ only in tensors and their shapes: heads with equal values share a block table.
+    The plan does not depend on the values: the terms are those of `blank_program`, with the values in their rules.
+    Heads with equal values share a block table.
 
     Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
     rule = call.rules(bindings)
     rule.require_entries(batch)
 
+    def blank_plan() -> Plan:
+        return _blank_plan(call, device, call.blank(bindings), operands)
+
     def planned() -> Plan:
-        blank = call.blank(bindings)
-        real = dict(zip(blank.branches(), rule.branches(), strict=True))
-        best = _blank_plan(call, device, blank, operands)
+        best = blank_plan()
+        real = dict(zip(call.blank(bindings).branches(), rule.branches(), strict=True))
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
         return replace(best, bound=replace(best.bound, pattern=rule, batch=rule.num_entries()), terms=terms)
 
-    return _cached_program(call, rule.text, device, planned, None, operands)
+    return _cached_program(call, rule.text, device, planned, None, operands, sized_as=blank_plan if in_graph else None)
 
 
 def blank_program(
@@ -114,20 +124,29 @@ def _cached_program(
     planned: Callable[[], Plan],
     choice: Choice | None,
     operands: OperandSizes | None,
+    sized_as: Callable[[], Plan] | None = None,
 ) -> FlexProgram:
     """Return the FlexProgram of a call from the cache; build it from the plan `planned()` if it is not there.
 
     rule: text in place of the call's pattern in the cache key, such as the pattern with values of run-time tensors. The
         program is evicted when the cache forgets the call's pattern.
     choice, operands: as in `static_program`.
+    sized_as: function that returns the plan from whose terms the block sizes follow; None: `planned`.
     """
 
     def build() -> FlexProgram:
-        placement = Placement.read(call.placement) if call.placement else None
-        options = {"num_kv_heads": call.num_kv_heads, "block_size": call.sides, "device": device}
-        return make_flex_program(planned(), call.layout, placement=placement, **options)
+        return make_flex_program(
+            planned(),
+            call.layout,
+            num_kv_heads=call.num_kv_heads,
+            block_size=call.sides,
+            sized_as=sized_as() if sized_as else None,
+            device=device,
+            placement=Placement.read(call.placement) if call.placement else None,
+        )
 
-    name = ("flex", call._replace(pattern=rule), device, machine_of(device.type).text, choice, operands)
+    in_graph = sized_as is not None
+    name = ("flex", call._replace(pattern=rule), device, machine_of(device.type).text, choice, operands, in_graph)
     return cache().get(name, build, lambda program: program.nbytes, pattern=call.pattern, device=device)
 
 
@@ -144,7 +163,7 @@ def run_time_tables(
     constants, q_offset, k_offset: `Call.arguments`.
     """
     key = Call.of(q, k, constants, q_offset, k_offset)
-    program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
+    program = run_time_program(key, q.device, bindings, len(q), key.operands(q), in_graph=True)
     declared = _declared_shapes(key, q.device, bindings, len(q), key.operands(q))
     return [  # copies, contiguous and of the declared shapes; heads whose values are equal share a table of the program
         pad(x, (0, width - x.shape[-1])).expand(shape).contiguous()

@@ -152,6 +152,7 @@ def make_flex_program(
     *,
     num_kv_heads: int,
     block_size: tuple[int, int] | None,
+    sized_as: Plan | None = None,
     device: torch.device,
     placement: Placement | None = None,
 ) -> FlexProgram:
@@ -159,12 +160,13 @@ def make_flex_program(
 
     given: order of the tokens in q; those in k and v have the same rate.
     block_size: (queries, keys) of a block; None for those of `sides_that_fit`.
+    sized_as: a plan with equally many terms, for which these are the sides; None for `plan` itself.
     placement: the positions for which the plan was made, if it was made for a part of a sequence.
     """
     groups = plan.bound.num_heads // num_kv_heads
     steps = []
-    for planned, places in zip(plan.terms, plan.places, strict=True):
-        block = block_size or sides_that_fit(planned)
+    for planned, sized, places in zip(plan.terms, (sized_as or plan).terms, plan.places, strict=True):
+        block = block_size or sides_that_fit(sized)
         term = planned.in_blocks_of(*block)
         sides = sides_of(term, plan, groups, placement, device)
         steps.append(_make_step(term, plan, places, sides, (plan.bound.num_heads, num_kv_heads), block, device))
