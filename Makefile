@@ -148,6 +148,7 @@ $(READY): constraints.txt | $(CONSTRAINTS)
 		echo "Name another one: make PYTHON=python3.13 ..."; exit 1; }
 	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --quiet --constraint $(CONSTRAINTS) --upgrade pip
 	$(PIP) --constraint $(CONSTRAINTS) torch 'setuptools>=77.0.3' wheel
 	@touch $@
 

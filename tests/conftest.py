@@ -4,11 +4,9 @@ import gc
 import os
 
 import pytest
-import torch
 from hypothesis import settings
 
 from pytest_flexdilated import register_profiles
-from tests.support.shape_checks import checked_on_import
 
 # Named, as a checkout need not be installed; where it is, the plugin has the same name and is there once.
 pytest_plugins = ["pytest_flexdilated", "pytester", "tests.support.record_versions"]
@@ -32,13 +30,20 @@ CHECKED = [
 # What is imported and collected stays: nothing is to be found there that could be freed.
 gc.disable()
 
-with checked_on_import(CHECKED):
-    import flexdilated
-
 register_profiles()
 # Few examples of each property, the same at each run; --hypothesis-profile=flexdilated-thorough draws more.
 settings.register_profile("suite", settings.get_profile("flexdilated-ci"), max_examples=20)
 settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import the library so that its calls are checked; not in the process that hands tests to xdist's workers."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    from tests.support.shape_checks import checked_on_import
+
+    with checked_on_import(CHECKED):
+        import flexdilated  # noqa: F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +70,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_finish() -> None:
     gc.freeze()
     # What is frozen is not counted as old, so that full collections would be frequent: a twentieth of the suite's time.
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(50_000, 10, 10)
     gc.enable()
 
 
@@ -79,6 +84,8 @@ def frozen():
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_a_worker():
     """Where several workers share the cores, each computes on one thread."""
+    import torch
+
     before = torch.get_num_threads()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -89,11 +96,13 @@ def one_thread_a_worker():
 @pytest.fixture(scope="module")
 def without_masks():
     """Few tokens are computed as many are, in blocks and terms, and not in one kernel call under a mask."""
+    from flexdilated import masks
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexdilated.masks.planning._candidates, "_MOST_MASKED_PAIRS", 0)
-        flexdilated.masks.cache().clear()
+        patch.setattr(masks.planning._candidates, "_MOST_MASKED_PAIRS", 0)
+        masks.cache().clear()
         yield
-    flexdilated.masks.cache().clear()
+    masks.cache().clear()
 
 
 @pytest.fixture(scope="session")

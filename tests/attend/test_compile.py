@@ -157,6 +157,7 @@ def run_package(package: str, given: list[tuple[Tensor, ...]]) -> list[tuple[Ten
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own
 def test_what_one_process_compiles_runs_in_another(tmp_path):
     """A package of AOTInductor serves any batch and length, where flexdilated is imported."""

@@ -101,8 +101,15 @@ def run_here(command, **_) -> SimpleNamespace:
 ELSEWHERE = {"catalogue"}  # of which another test runs a part
 
 
+# Of these the work, small as it is, takes seconds.
+LONG = {"first_step", "changing_lengths", "diffusers", "planning_collectives"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MEASURES if name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.thorough if x in LONG else ()) for x in MEASURES if x not in ELSEWHERE],
+)
 def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys, request) -> None:
     """File, plot, table in the terminal, page of results; numbers in every row."""
     request.addfinalizer(patch.stopall)  # of measures that run in a process of their own otherwise

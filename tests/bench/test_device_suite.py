@@ -95,11 +95,12 @@ def pretended(monkeypatch) -> Pretended:
 # What the flex engine trains, and mixtures: on CPU it refuses both.
 REFUSED = {"gpu_memory": 2, "gpu_gathers_and_merge": 2, "gpu_vs_matmul": 0, "gpu_million_tokens": 1, "gpu_window": 0}
 REFUSED |= {"gpu_vs_natural_order": 0, "gpu_ranks": 0}
+LONG = dict.fromkeys(("gpu_vs_natural_order", "gpu_window"), pytest.mark.thorough)  # compile as gpu_forward does
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=LONG.get(row.name, [])) for row in ROWS])
 def test_rows_go_the_way_of_a_device(pretended, row) -> None:
     """In `aten` there are numbers; what FlexAttention cannot do on CPU is reported in words."""
     found = list(device.answer(row, pretended))

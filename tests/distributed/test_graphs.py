@@ -117,7 +117,10 @@ def inductor() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
-    [with_dropout, with_a_score_mod, with_documents, longnets, there_and_back, by_flex, inductor],
+    [
+        *(with_documents, longnets, there_and_back, by_flex, inductor),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in (with_dropout, with_a_score_mod)),
+    ],
     ids=lambda function: function.__name__,
 )
 def test_a_graph_is_as_eager_code(function: Callable[[], None]) -> None:

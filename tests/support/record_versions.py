@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-import torch
 
 FILE = Path(__file__).resolve().parents[2] / "bench/results/versions.json"
 _PACKAGES = ("transformers", "triton")
@@ -40,6 +39,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if not config.getoption("--record"):
         return
+    import torch
+
     from bench.__main__ import main
 
     start, commit = config.stash[_began]
@@ -50,6 +51,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def found(reports: dict[str, Sequence[Any]]) -> dict[str, Any]:
     """How many tests passed, which failed, how many were left out for each reason; and with what."""
+    import torch
+
     from bench._machine import conditions
 
     failed = sorted({report.nodeid for kind in ("failed", "error") for report in reports.get(kind, ())})

@@ -190,7 +190,15 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "longnet",
+        "heads",
+        "cross",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("grid and strides", "packed")),
+    ],
+)
 def test_pixels_are_as_full_as_the_rule_says(show, name):
     """From afar, closer, and pair by pair; for two heads; in both orders."""
     case = SHOWN[name]
