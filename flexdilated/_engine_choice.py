@@ -54,8 +54,9 @@ def choose_engine(
         "reference".
     sides: requested block size in tokens, (queries, keys); () for none.
 
-    Raises ValueError, with the reason, for an unknown engine, for a named one that cannot serve the call, and if
-    neither the default nor "portable" can. The pattern is not checked for "aten" on CUDA, which computes only branches
+    Raises ValueError, with the reason, for an unknown engine, for a named one that cannot serve the call, if neither
+    the default nor "portable" can, and in an export to ONNX for a call without a dense form in plain operations. The
+    pattern is not checked for "aten" on CUDA, which computes only branches
     that are dense or causal.
     """
     check_engine(engine)

@@ -64,14 +64,14 @@ class PlanSize:
         require_probability("dropout_p", self.dropout_p)
         check_score_mod(self.score_mod)
         check_zero_keys(self.pattern, self.score_mod, self.num_tokens, self.num_tokens)
-        self._engine(drops=self.dropout_p > 0)  # raises for an engine that cannot serve the call
+        self._engine_of_call(drops=self.dropout_p > 0)  # raises for an engine that cannot serve the call
 
     @property
     def engine(self) -> str:
         """Name of the engine that computes a call in training, with dropout if dropout_p is above 0."""
-        return self._engine(drops=self.dropout_p > 0)
+        return self._engine_of_call(drops=self.dropout_p > 0)
 
-    def _engine(self, *, drops: bool) -> str:
+    def _engine_of_call(self, *, drops: bool) -> str:
         size = self.device, self.dtype, min(self.head_dim, self.value_dim)
         return planned_engine(self.named_engine, *size, score_mod=self.score_mod, drops=drops)
 
@@ -118,7 +118,7 @@ class PlanSize:
         """
 
         def predicted(drops: bool) -> AttentionMemory:
-            engine = self._engine(drops=drops)
+            engine = self._engine_of_call(drops=drops)
             return attention_memory(
                 self.pattern,
                 call,

@@ -150,7 +150,7 @@ def sliding_tile(grid: Sequence[int], *, tile: int | Sequence[int], num_tiles: i
     Source: Sliding Tile Attention, arXiv 2502.04507, with a window that is centred on the query's tile.
     """
     lengths = require_ints("grid", grid, minimum=1)
-    sizes, numbers = (_along(name, each, lengths) for name, each in (("tile", tile), ("num_tiles", num_tiles)))
+    sizes, numbers = (_one_per_axis(name, each, lengths) for name, each in (("tile", tile), ("num_tiles", num_tiles)))
     for axis, (length, size, number) in enumerate(zip(lengths, sizes, numbers, strict=True)):
         if length % size:
             raise ValueError(f"tile must divide the grid; got {size} tokens on axis {axis} of length {length}")
@@ -299,7 +299,7 @@ def darcstar_hierarchical(
     )
 
 
-def _along(name: str, values: int | Sequence[int], grid: Sequence[int]) -> tuple[int, ...]:
+def _one_per_axis(name: str, values: int | Sequence[int], grid: Sequence[int]) -> tuple[int, ...]:
     each = require_ints(name, values if isinstance(values, Sequence) else (values,) * len(grid), minimum=1)
     if len(each) != len(grid):
         raise ValueError(f"{name} must be one value, or one for each axis of grid={tuple(grid)}; got {name}={each}")

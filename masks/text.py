@@ -253,13 +253,15 @@ class _Parser:
             case ast.UnaryOp(ast.Invert()):
                 at, times = 0, 0
                 while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-                    node, at, times = node.operand, self._character_index(node.col_offset), times + 1
-                return self._combine(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
+                    at = self._character_index(node.col_offset)
+                    node, times = node.operand, times + 1
+                # Not `part` for an even number: ~ of a mixture raises.
+                return self._apply_operator(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
             case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.Add()):
                 parts = [*_chain_operands(node)]
                 mark, join = _OPERATORS[type(node.op)]
                 at = self._text.index(mark, self._end_index(parts[0]))
-                return self._combine(at, mark, join, parts)
+                return self._apply_operator(at, mark, join, parts)
             case ast.List() | ast.Tuple():
                 values = [self._evaluate(each) for each in node.elts]
                 return tuple(values) if isinstance(node, ast.Tuple) else values
@@ -270,7 +272,7 @@ class _Parser:
                 raise self._error(self._end_index(node), f"{name} must be called: {name}{_parameters_text(function)}")
         raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
 
-    def _combine(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
+    def _apply_operator(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
         parts = [self._evaluate(node) for node in nodes]
         for part in parts:
             if not isinstance(part, Expression):

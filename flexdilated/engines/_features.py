@@ -15,7 +15,8 @@ class Features(NamedTuple):
     """Features of a call of attention, apart from its pattern and sizes.
 
     scale: factor on the scores.
-    score_mod: result of `fixed_score_mod`, or None.
+    score_mod: None for none. Public functions of attention pass a result of `fixed_score_mod`; engines may put a plain
+        function of the same arguments in its place, such as one over a term's slots.
     sinks: a logit for each query head of q, or None.
     dropout_p: probability of dropping an attention weight.
     seed: seed of dropout, drawn after the engine is chosen; None before, and without dropout.

@@ -76,11 +76,14 @@ _library = torch.library.Library("flexdilated", "FRAGMENT")
 def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Return a decorator that makes a function the custom op `name`, which returns no views and refuses transforms.
 
-    The op differs from one of `torch.library.custom_op` that modifies no argument in three ways. Its results are
-    detached: autograd forbids in-place writes to a view among several outputs. It raises ValueError, eagerly and in a
-    trace, for inputs with tangents (which a custom op would drop), mapped dims or gradients inside `torch.func`. List
-    arguments may be None, which AOTInductor packages pass for an empty list; only the op's first argument may not, as
-    torch finds the kernel by it. A mapped tensor in a list that may be None makes torch fail: callers check such lists.
+    It is an op of `torch.library.custom_op` that modifies no argument, with three differences:
+
+    * Results are detached, because autograd forbids in-place writes to an output that is one of several and a view.
+    * It raises ValueError, eagerly and in a trace, for inputs that have tangents (which a custom op would drop), are
+      batched by vmap, or need a gradient inside `torch.func`.
+    * A list argument may be None, as AOTInductor packages pass it for an empty list, unless it is the op's first
+      argument, by which torch finds the kernel. If such a list has a tensor batched by vmap, torch fails with an error
+      of its own before this check, so callers check these lists.
 
     name: with the namespace, such as "flexdilated::aten".
     """

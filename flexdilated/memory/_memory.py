@@ -551,16 +551,17 @@ def _with_few_steps(program: Program, key_bytes: int) -> Program:
 
 
 def _flex_memory(program: FlexProgram, size: AttentionSize) -> _CallBytes:
-    """Return the memory of a call by the compiled program.
+    """Return the memory of a call that the compiled program computes.
 
-    A step is one kernel call. Its out and float32 lse together are called a part; several parts are merged by lse. In
-    the backward a step allocates delta, too. Inductor fuses all operations around attention, so a gather or a merge
-    allocates only its result. A step's operands are freed after those of the next step are gathered.
+    A step is one kernel call. Its out and float32 lse together are called a part. Parts are merged by lse into the
+    output; a single part is itself the output, unless its queries are copies. In the backward a step allocates delta,
+    too. Inductor fuses all operations around attention, so a gather or a merge allocates only its result. A step's
+    copied operands are freed after those of the next step are gathered.
 
-    Training keeps all operands, the parts and the result of a merge. If there are several parts, it also keeps the
-    merged rows of each part whose queries are gathered. If there are more than two parts, and at least one with
-    gathered queries, it also keeps a float32 sum, and the backward allocates float32 rows for each part with gathered
-    queries, because Inductor makes separate kernels for them.
+    Training keeps all operands, the parts and the merged output. With several steps it also keeps, for each step whose
+    queries are gathered, its out with each row at its token: a tensor of the output's size. With more than two steps,
+    some of them gathered, Inductor makes separate kernels for these tensors: training then also keeps one float32 sum
+    of the output's shape, and the backward allocates a float32 tensor of this shape for each gathered step.
     """
     steps, (*whole, output) = [_step_bytes(step, size) for step in program.steps], size.nbytes
     inputs, lse = sum(whole), 4 * size.batch * size.num_heads * size.num_tokens

@@ -121,11 +121,13 @@ class Block(nn.Module):
 
         With over_ranks, x is this rank's tokens.
         """
-        x = self._add_half(x, self.attention_norm, lambda y: self._attend(y, rotary, pattern, layout, cache, visible))
+        x = self._add_sublayer(
+            x, self.attention_norm, lambda y: self._attend(y, rotary, pattern, layout, cache, visible)
+        )
         if memory is not None and memory_pattern is not None:
             assert self.memory_norm is not None
-            x = self._add_half(x, self.memory_norm, lambda y: self._attend_to_memory(memory, y, memory_pattern))
-        return self._add_half(x, self.ffn_norm, self._feed_forward)
+            x = self._add_sublayer(x, self.memory_norm, lambda y: self._attend_to_memory(memory, y, memory_pattern))
+        return self._add_sublayer(x, self.ffn_norm, self._feed_forward)
 
     def keys_values(self, memory: Float[Tensor, "B M E_memory"]) -> KeysValues:
         """Return (keys, values) of a memory for this block's attention to it, each (B, G, M, D)."""
@@ -133,10 +135,10 @@ class Block(nn.Module):
         k, v = self.memory_kv(memory).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
         return k, v
 
-    def _add_half(self, x: Tensor, normed: nn.Module, half: Callable[[Tensor], Tensor]) -> Tensor:
-        y = F.dropout(half(x if self.deepnorm else normed(x)), self.dropout, self.training)
+    def _add_sublayer(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        y = F.dropout(sublayer(x if self.deepnorm else norm(x)), self.dropout, self.training)
         y = skip_entries(y, self.drop_path if self.training else 0.0)
-        return normed(self.residual * x + y) if self.deepnorm else x + y
+        return norm(self.residual * x + y) if self.deepnorm else x + y
 
     def _attend(
         self,

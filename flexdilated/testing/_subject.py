@@ -143,7 +143,8 @@ class Case:
     pattern: pairs that this call should compute.
     call: name of the function of `Calls` to use, which also gets the tensors `extra`.
     rows: (B, H, N), True for the output rows to check; None: all.
-    pairs: (H, N, N), True for the hidden pairs to check; None in other checks.
+    pairs: (H, N, N), True for pairs that the pattern does not allow, whose keys the check replaces; None in other
+        checks.
     modules: objects that a check shares between its cases, such as a module that is called again; empty: the check
         makes new modules.
     """

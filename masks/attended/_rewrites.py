@@ -218,9 +218,11 @@ def _rewrite_window(factor: Pattern, rest: KeyQuery) -> Parts | None:
     )
     if near.is_empty:
         return []
-    furthest = max(near.queries[-1] - near.keys.start - left, near.keys[-1] - near.queries.start - right)
+    # The factor is not needed if every pair that is left is in the window, or, without further factors, if every key
+    # that is left is in the window of some query.
+    all_inside = max(near.queries[-1] - near.keys.start - left, near.keys[-1] - near.queries.start - right) <= 0
     gapless = not rest.factors and near.queries.step <= left + right + 1
-    if furthest <= 0 or gapless:
+    if all_inside or gapless:
         return _with_same_keys([near])
     return None if near == rest else _with_same_keys([near.adding(factor)])
 

@@ -252,11 +252,14 @@ def _with_run_time_values(
 
 
 def _with_named_tensors(reason: Reason, pattern: Expression) -> Reason:
-    """Return the tree of reasons with each `Table` replaced by the run-time leaf of `pattern` that it comes from."""
+    """Return the tree of reasons with each `Table` replaced by the run-time leaf of `pattern` that it comes from.
+
+    A table that was built directly stays.
+    """
     carried = {leaf.text: leaf for leaf in run_time_leaves(pattern)}
 
     def written(leaf: Pattern) -> Pattern:
-        return carried[named(leaf).text] if isinstance(leaf, Table) else leaf
+        return carried.get(named(leaf).text, leaf) if isinstance(leaf, Table) else leaf
 
     def with_names(each: Reason) -> Reason:
         source = each.pattern.map_leaves(written)

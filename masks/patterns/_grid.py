@@ -201,9 +201,11 @@ class Axis:
         return begin if self.wraps else min(max(begin, 0), held - self.size)
 
     def _wrap_shifts(self, held: int) -> tuple[int, ...]:
-        """Return the shifts, in places, that bring each part of a window into a class of `held` places.
+        """Return the shifts to try for the places of a window: (-held, 0, held) if the axis wraps, else (0,).
 
-        The shifts are (0,), or (-held, 0, held) if the axis wraps.
+        The shifted places that lie in [0, held) are together the whole window.
+
+        held: number of places of the class; or the length of the axis, to shift distances key - query.
         """
         return (-held, 0, held) if self.wraps else (0,)
 

@@ -101,7 +101,7 @@ class GridWindow(OnGrid):
                 )
         limited = [tuple(min(r, length - 1) for r, length in zip(radii, grid, strict=True)) for radii in windows]
         distinct = list(dict.fromkeys(limited))
-        needed = [each for each in distinct if not any(_contains(other, each) for other in distinct)]
+        needed = [each for each in distinct if not any(_is_wider(other, each) for other in distinct)]
         object.__setattr__(self, "grid", grid)
         object.__setattr__(self, "radius", tuple(needed) if len(needed) > 1 else needed[0])
 
@@ -190,8 +190,8 @@ class GridWindow(OnGrid):
         return Bounds(low, high.minimum(area))
 
 
-def _contains(wide: tuple[int, ...], narrow: tuple[int, ...]) -> bool:
-    return wide != narrow and all(a >= b for a, b in zip(wide, narrow, strict=True))
+def _is_wider(window: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return window != other and all(a >= b for a, b in zip(window, other, strict=True))
 
 
 def _integers(name: str, values: object, least: int) -> tuple[int, ...]:

@@ -98,13 +98,15 @@ class MaskTable(Table):
 
     @cached_property
     def _cell_sums(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
-        """Return (sums, sides): cumulative numbers of allowed pairs by cell, and (queries, keys) of a cell.
+        """Return (sums, sides): cumulative numbers of True elements of the mask by cell, and (queries, keys) of a cell.
 
-        sums[t, i, j] counts the allowed pairs of head t in the first i rows and the first j columns of cells. A dim of
-        the mask that serves all positions is one cell of size 1. All batch entries must share one mask.
+        sums[t, i, j] counts the True elements of the mask's head t (0 if one serves all heads) in the first i rows and
+        the first j columns of cells. A dim of the mask that serves all positions is one cell of size 1, of which an
+        element stands for a pair with each position. All batch entries must share one mask.
         """
         rows = self.only_row
         sides = tuple(_CELL if size > 1 else 1 for size in rows.shape[1:])
+        # Keys are padded even if the mask has one, as eight bytes are read at once; its other cells are cut off below.
         rows = pad(rows, (0, -rows.shape[2] % _CELL, 0, -rows.shape[1] % sides[0]))
         # Adds eight bytes, which are eight keys (_CELL is a multiple of 8), in one int64. No byte overflows, as a cell
         # has fewer than 256 queries.

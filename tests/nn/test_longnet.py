@@ -163,9 +163,9 @@ def test_a_mean_over_dropped_paths_is_the_path():
     block = model.blocks[2]
     x = torch.randn(1, 2, 24, dtype=torch.float64).expand(4000, 2, 24)
     torch.manual_seed(0)
-    added = block._add_half(x, block.ffn_norm, lambda y: y) - x
+    added = block._add_sublayer(x, block.ffn_norm, lambda y: y) - x
     block.eval()
-    assert_close(added.mean(0), (block._add_half(x, block.ffn_norm, lambda y: y) - x)[0], rtol=0.1, atol=0.02)
+    assert_close(added.mean(0), (block._add_sublayer(x, block.ffn_norm, lambda y: y) - x)[0], rtol=0.1, atol=0.02)
 
 
 def test_scales_are_those_of_the_papers():

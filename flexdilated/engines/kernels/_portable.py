@@ -50,14 +50,14 @@ class Weighting(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Block lists that are computed in the same chunks.
+    """Consecutive block lists that are computed together, in one chunk or several.
 
     begin, stop: range of these lists, in descending order of length.
     length: upper bound of the number of blocks in a list.
     masked: upper bound of the number of blocks with a mask in a list; a block that the end of the tokens cuts off
         always has a mask.
     has_gaps: True if a list is known to have fewer than `length` blocks.
-    problems: most problems of each list, pairs of a batch entry and a query head, that a chunk computes.
+    problems: a chunk computes each list for at most this many of the pairs (batch entry, query head) that use it.
     """
 
     begin: int
@@ -101,15 +101,17 @@ def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: 
     in_graph: True for the larger chunks of a graph.
     """
     counts, partials = lengths
-    entries, heads, _ = mask.kv_num_blocks.shape
+    entries, own_heads, _ = mask.kv_num_blocks.shape
     at_once, scores = _SCORES_AT_ONCE_IN_GRAPHS if in_graph else _SCORES_AT_ONCE, prod(mask.BLOCK_SIZE)
     found, begin, total = [], 0, sum(each > 0 for each in counts)
     while begin < total:
         length = counts[begin]
-        lists = max(1, at_once * entries * heads // (scores * length * problems))
+        # problems / (entries * own_heads) problems use a list, on average.
+        lists = max(1, at_once * entries * own_heads // (scores * length * problems))
         stop = min(total, begin + lists)
         together = max(1, at_once // (scores * length * (stop - begin)))
-        found.append(Span(begin, stop, length, max(partials[begin:stop]), counts[stop - 1] < length, together))
+        masked, has_gaps = max(partials[begin:stop]), counts[stop - 1] < length
+        found.append(Span(begin, stop, length, masked=masked, has_gaps=has_gaps, problems=together))
         begin = stop
     return tuple(found)
 

@@ -197,7 +197,9 @@ class Term:
         `block_side`; "table", a table of keys or blocks.
     heads: query heads, numbered on this device; global numbers are head_offset larger.
 
-    Query token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times,
+    The rule is evaluated at fold 0, with query token i at position q_offset + i and key token j at k_offset + j. In a
+    term inside windows, such as documents, these positions count from a window's origin, less whole periods of the
+    rule: q_offset may be negative. A pair counts `multiplicity` times,
     multiplied by its weight if there are `weights`.
     """
 

@@ -117,7 +117,10 @@ def test_a_run_time_pattern_is_its_rule(rows, causal):
     assert_agrees(lambda *qkv: fd.attend(*qkv, pattern, engine="aten", return_lse=True), tensors, counts)
     assert repr(pattern).startswith("same_label('labels')")
     assert masks.parse(repr(pattern)) == masks.from_json(masks.to_json(pattern))
-    check_pattern(Labels.of(labels[:1]), max_tokens=13, examples=4)
+    table = Labels.of(labels[:1])
+    check_pattern(table, max_tokens=13, examples=4)
+    for built in (table, table & masks.causal()):  # of no run-time tensor's name
+        assert masks.explain(built, query=5, key=3, num_tokens=13).multiplicity == (labels[0, 5] == labels[0, 3])
     mask = masks.block_mask(pattern, 13, num_heads=2, block_size=2)
     assert mask.mask_mod is not None
     blocks = torch.nn.functional.max_pool2d(counts[: len(labels), 0].float(), 2, ceil_mode=True)
