@@ -133,7 +133,9 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.thorough if each == "a score_mod" else ()) for each in CALLS]
+)
 def test_new_values_do_not_recompile(name):
     compilations = testing.CompileCounterWithBackend("eager")
     torch.compiler.reset()

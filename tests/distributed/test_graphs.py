@@ -118,8 +118,8 @@ def inductor() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        *(with_documents, longnets, there_and_back, by_flex, inductor),
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in (with_dropout, with_a_score_mod)),
+        *(with_documents, there_and_back, by_flex, inductor),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in (with_dropout, with_a_score_mod, longnets)),
     ],
     ids=lambda function: function.__name__,
 )

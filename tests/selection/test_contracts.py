@@ -236,6 +236,7 @@ def from_the_start() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # test_selected_attention.py compiles the module around the selector
 @pytest.mark.usefixtures("from_the_start")
 def test_compiled_equals_eager() -> None:
     """Selectors in one graph for two lengths, with the gradients of what follows.

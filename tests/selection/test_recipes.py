@@ -202,6 +202,7 @@ class All(torch.nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # test_selected_attention.py compiles the module that recipes are made of
 def test_compiled_equals_eager() -> None:
     """In one graph, with its gradients; and a copy that was pickled computes the same.
 

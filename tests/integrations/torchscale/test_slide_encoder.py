@@ -116,7 +116,7 @@ def test_places() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_it_compiles(masked: bool) -> None:
     """In one graph; a mask with padding=None, as with padding="zeros" the read of the lengths would break the graph.
 

@@ -337,7 +337,7 @@ def test_run_time_tensors_are_versions(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["aten", "flex"])
+@pytest.mark.parametrize("engine", ["aten", pytest.param("flex", marks=pytest.mark.thorough)])
 def test_eviction_neither_changes_results_nor_compiles_anew(cache, engine):
     """With no budget every call outside a graph builds its tables again; what was compiled stays."""
     cache.budget_bytes = 0
