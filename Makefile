@@ -67,7 +67,7 @@ test-flash: $(VENV)/.test $(FLASH)/.ready  ## Compile the kernels of engine "fla
 	PYTHONPATH=$(FLASH):$(FLASH)/nvidia_cutlass_dsl/dsl_packages $(PY) -m tests.interpreted.flash_code $(ARGS)
 
 test-onnx: $(VENV)/.test $(ONNX)/.ready  ## Export models to ONNX, and run the files by onnx's own evaluator
-	PYTHONPATH=$(ONNX) $(PYTEST) tests/attend/test_onnx.py $(ARGS)
+	PYTHONPATH=$(ONNX) $(PYTEST) --numprocesses 0 tests/attend/test_onnx.py $(ARGS)
 
 guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
 	$(PY) -m bench guard $(ARGS)
