@@ -103,7 +103,8 @@ ELSEWHERE = {"catalogue"}  # of which another test runs a part
 
 # Of these the work, small as it is, takes seconds.
 LONG = {"first_step", "changing_lengths", "diffusers", "flex_cases", "planning_collectives", "rank_accuracy"}
-LONG |= {"vs_flex_attention", "factors_of_unions", "roofline"}
+LONG |= {"accuracy", "buffer_reuse", "exchange_bytes", "factors_of_unions", "quality", "ring_memory", "roofline"}
+LONG |= {"vs_flex_attention"}
 
 
 @pytest.mark.slow

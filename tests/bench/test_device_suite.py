@@ -26,10 +26,13 @@ SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
 # Of the catalogue those that differ most in how they are called; the patterns themselves are for other tests.
 FEW = {"per_head", "custom", "documents"}
 TRIED = [name for name in cases() if "catalogue" not in name or name.partition(": ")[2] in FEW]
+# About a second each, of what the law of tests/attend/test_oracle.py draws.
+SLOW = {"selected blocks", "other lengths, same pattern", "union, partial and full lists of unlike width"}
+SLOW |= {"documents, and others", "blocks larger than tiles, whole tiles"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.thorough if x in SLOW else ()) for x in TRIED])
 def test_every_odd_case_is_right_on_cpu(name) -> None:
     assert [wrong for engine in judged(name, HERE) for wrong in judge(name, HERE, engine)] == []
 

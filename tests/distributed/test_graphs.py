@@ -150,7 +150,9 @@ def compiled_sizes(schedule: str, dynamic: bool | None) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "dynamic"), [("exchange", None), ("ring", True)])
+@pytest.mark.parametrize(
+    ("schedule", "dynamic"), [("exchange", None), pytest.param("ring", True, marks=pytest.mark.thorough)]
+)
 def test_other_sizes_are_other_graphs(schedule: str, dynamic: bool | None) -> None:
     """What is sent is planned for one size: sizes become constants, where torch.compile would leave them open."""
     assert on_ranks(2, compiled_sizes, schedule, dynamic) == [0, 2]

@@ -33,7 +33,6 @@ NAME = "interpreted_kernels"
 # One of each structure of kernels and of what is around them; with --all the features meet in pairs.
 QUICK = {
     "causal, in a graph",
-    "dilated, in a graph",
     "longnet, in a graph",
     "later queries, grouped, score_mod and sinks, eager",
     "queries from another position in each batch entry, in a graph",
