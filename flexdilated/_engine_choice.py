@@ -56,8 +56,7 @@ def choose_engine(
 
     Raises ValueError, with the reason, for an unknown engine, for a named one that cannot serve the call, if neither
     the default nor "portable" can, and in an export to ONNX for a call without a dense form in plain operations. The
-    pattern is not checked for "aten" on CUDA, which computes only branches
-    that are dense or causal.
+    pattern is not checked for "aten" on CUDA, which computes only branches that are dense or causal.
     """
     check_engine(engine)
     if q.is_meta:

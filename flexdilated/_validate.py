@@ -363,7 +363,6 @@ def run_time_tensors(
 ) -> list[Tensor]:
     """Return the run-time tensors that a pattern needs, sorted by name; sparse ones are packed into dense ones.
 
-    While torch.compile traces, sparse ones raise ValueError.
     Tensors are copied to the CPU here, once per call. Tables of selected keys or blocks stay on their device.
 
     bindings: {name: tensor} for the tensors that the pattern does not hold.
@@ -372,6 +371,7 @@ def run_time_tensors(
 
     Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table of
     selected keys or blocks with 3 dims if dim 0, of groups of heads, has size `batch` > 1: it may be meant for entries.
+    While torch.compile traces, a sparse tensor raises ValueError.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

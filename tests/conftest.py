@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,8 @@ pytest_plugins = ["pytest_flexdilated", "pytester", "tests.support.record_versio
 
 # Every call is checked against its annotations, shapes included. Not here: what torch.compile traces (the
 # check would break the graph), the custom op (its schema is read from plain annotations), and what callers'
-# own values reach (the check would answer before our errors do).
+# own values reach (the check would answer before our errors do); nor boxes, whose tensors have one axis each, and whose
+# functions are called so often that the wrappers alone take seconds.
 CHECKED = [
     *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_block_search", "_rule", "_tables")),
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._layouts")),
@@ -24,7 +26,7 @@ CHECKED = [
         f"flexdilated.engines.{name}"
         for name in ("_gather", "_reference", "kernels._kernel", "kernels._portable", "_rows")
     ),
-    *(f"flexdilated.engines.aten._{name}" for name in ("aten", "tile_blocks", "tile_calls")),
+    *(f"flexdilated.engines.aten._{name}" for name in ("tile_blocks", "tile_calls")),
 ]
 
 # What is imported and collected stays: nothing is to be found there that could be freed.
@@ -42,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from tests.support.shape_checks import checked_on_import
 
+    assert not sys.modules.keys() & set(CHECKED), "a conftest or a plugin has imported what is to be checked"
     with checked_on_import(CHECKED):
         import flexdilated  # noqa: F401
 
@@ -76,7 +79,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """What earlier modules have imported and compiled stays: each full collection would look through it again."""
+    """What earlier modules have imported and compiled stays, and their old cycles: full collections would read it."""
     gc.collect(1)
     gc.freeze()
 

@@ -142,13 +142,13 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     """
     size.pattern.check_heads(size.num_heads)
     peaks, most = _peaks(size), token_limit(size.pattern)
-    between = max(1, min(_SLOPE_TOKENS[0], most // 2)), min(_SLOPE_TOKENS[1], most)
+    between = min(_SLOPE_TOKENS[0], most // 2), min(_SLOPE_TOKENS[1], most)
     return {
         "pattern": repr(size.pattern),
         **{name: getattr(size, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "batch")},
         "dtype": size.dtype_name,
         **{name: getattr(size, name) for name in ("device", "dropout_p", "layers", "embed_dim")},
-        "bytes_a_token": {name: slope(peak, between) for name, peak in peaks.items()},
+        "bytes_a_token": {name: slope(peak, between) if most > 1 else peak(1) for name, peak in peaks.items()},
         "longest": [
             {
                 "budget_bytes": budget,
@@ -240,9 +240,9 @@ def longest_sequence(peak: Peak, budget: int, *, most: int = _MOST_TOKENS) -> in
 
 
 def slope(peak: Peak, tokens: Sequence[int]) -> float:
-    """Return the mean increase of the peak bytes per token between (below, above) tokens; 0 if these are equal."""
+    """Return the mean increase of the peak bytes per token between two numbers of tokens, (below, above)."""
     below, above = tokens
-    return (peak(above) - peak(below)) / max(1, above - below)
+    return (peak(above) - peak(below)) / (above - below)
 
 
 def round_down(num_tokens: int) -> int:

@@ -199,7 +199,7 @@ def no_such_attribute(kind: str, name: str) -> str:
 
 def no_operand(operator: str, value: object) -> str:
     """Return the text of a TypeError for an operator, such as "&", with an operand `value` that is not a pattern."""
-    is_start_of_sum = operator == "+" and isinstance(value, int) and value == 0
+    is_start_of_sum = operator == "+" and isinstance(value, int | float) and value == 0
     sums = ": to add up a list write sum(patterns[1:], patterns[0])" if is_start_of_sum else ""
     return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
 

@@ -42,7 +42,7 @@ class Tiling(Permutation):
         # Along some axis tiles may have any length: along earlier ones they have one place, along later ones all.
         before = [all(min(pair) == 1 for pair in pairs[:axis]) for axis in range(len(pairs))]
         after = [all(side >= length for side, length in pairs[axis + 1 :]) for axis in range(len(pairs))]
-        return any(is_cut and is_whole for is_cut, is_whole in zip(before, after, strict=True))
+        return any(cut_before and whole_after for cut_before, whole_after in zip(before, after, strict=True))
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         slot = torch.arange(self.num_slots, device=device)

@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from bench.__main__ import main
-from bench._machine import conditions
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench/results"
 
@@ -20,6 +16,8 @@ _found: dict[str, dict[str, Any]] = {}
 
 def file_of(name: str) -> Path:
     """Where results of this name are: the torch of constraints.txt has the plain file, each other one its own."""
+    import torch
+
     version = torch.__version__.partition("+")[0]
     pinned = f"torch=={version}\n" in (RESULTS.parents[1] / "constraints.txt").read_text(encoding="utf-8")
     return RESULTS / (f"{name}.json" if pinned else f"{name}_torch_{version}.json")
@@ -42,6 +40,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config = session.config
     if hasattr(config, "workerinput") or not config.getoption("--all"):
         return
+    from bench.__main__ import main
+    from bench._machine import conditions
+
     some = exitstatus or config.getoption("keyword") or any("::" in each for each in config.args)
     for file, cases in _found.items():
         path, measured = file_of(file), conditions()

@@ -90,7 +90,8 @@ def run_time_program(
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
         return replace(best, bound=replace(best.bound, pattern=rule, batch=rule.num_entries()), terms=terms)
 
-    return _cached_program(call, rule.text, device, planned, None, operands, sized_as=blank_plan if in_graph else None)
+    sized_as = blank_plan if in_graph and not call.sides else None
+    return _cached_program(call, rule.text, device, planned, None, operands, sized_as)
 
 
 def blank_program(
@@ -102,8 +103,8 @@ def blank_program(
     batch: number of batch entries.
     operands: as in `static_program`.
 
-    Programs from `run_time_program` differ from this one only in the tensors that `run_time_tables` returns, padded and
-    expanded to one size for all values.
+    Programs from `run_time_program` with in_graph differ from this one only in the tensors that `run_time_tables`
+    returns, padded and expanded to one size for all values.
 
     Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
