@@ -67,7 +67,7 @@ test-flash: $(VENV)/.test $(FLASH)/.ready  ## Compile the kernels of engine "fla
 	PYTHONPATH=$(FLASH):$(FLASH)/nvidia_cutlass_dsl/dsl_packages $(PY) -m tests.interpreted.flash_code $(ARGS)
 
 test-onnx: $(VENV)/.test $(ONNX)/.ready  ## Export models to ONNX, and run the files by onnx's own evaluator
-	PYTHONPATH=$(ONNX) $(PYTEST) --numprocesses 0 tests/attend/test_onnx.py $(ARGS)
+	PYTHONPATH=$(ONNX) $(PYTEST) tests/attend/test_onnx.py $(ARGS)
 
 guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
 	$(PY) -m bench guard $(ARGS)
@@ -152,14 +152,14 @@ $(READY): constraints.txt | $(CONSTRAINTS)
 	$(PIP) --constraint $(CONSTRAINTS) torch 'setuptools>=77.0.3' wheel
 	@touch $@
 
-# The second half: the project, editable, with one extra. What cannot be resolved fails in the dry run, with nothing
-# changed. An install that is interrupted leaves no $(READY) behind, so that the next run starts from an empty environment
-# instead of a half-written one. `mv` keeps its time. An extra holds others, which need no install of their own.
+# The second half: the project, editable, with one extra. An install that is interrupted leaves no $(READY) behind, so that
+# the next run starts from an empty environment instead of a half-written one; what cannot be resolved has changed nothing,
+# as a dry run then fails, too. `mv` keeps its time. An extra holds others, which need no install of their own.
 WITH_dev := .test .demo
 WITH_test := .demo
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(READY) pyproject.toml | $(CONSTRAINTS)
-	@$(INSTALL) --dry-run --editable '.[$*]'
 	@mv $(READY) $(READY).installing
-	$(INSTALL) --editable '.[$*]'
+	$(INSTALL) --editable '.[$*]' \
+		|| { $(INSTALL) --dry-run --editable '.[$*]' 2>/dev/null || mv $(READY).installing $(READY); exit 1; }
 	@mv $(READY).installing $(READY)
 	@cd $(VENV) && touch .$* $(WITH_$*)
