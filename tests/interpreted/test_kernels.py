@@ -32,12 +32,10 @@ require(interpreted=True)
 NAME = "interpreted_kernels"
 # One of each structure of kernels and of what is around them; with --all the features meet in pairs.
 QUICK = {
-    "causal, in a graph",
     "longnet, in a graph",
     "later queries, grouped, score_mod and sinks, eager",
     "queries from another position in each batch entry, in a graph",
     "one query, in a graph",
-    "blocks of 256, in a graph",
     "selected blocks of 256 keys, in a graph",
 }
 

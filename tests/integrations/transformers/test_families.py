@@ -118,7 +118,7 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
         "MiniMaxM3VLForCausalLM",  # blocks that an indexer chooses
         "Gemma2ForCausalLM",  # capped scores
         "T5ForConditionalGeneration",  # a learned bias for each head and distance
-        "InklingForCausalLM",  # a bias for each query
+        pytest.param("InklingForCausalLM", marks=pytest.mark.thorough),  # a bias for each query
         "BertLMHeadModel",  # a mask made once more of one that is there
         "LayoutLMForMaskedLM",  # a padding mask of its own
         "Gemma4ForCausalLM",  # rows taken from its mask
