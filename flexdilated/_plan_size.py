@@ -106,7 +106,10 @@ class PlanSize:
 
     @property
     def model(self) -> ModelSize:
-        """Sizes of a LongNet of `layers` layers with this attention, for the memory estimate."""
+        """Sizes of a LongNet of `layers` layers, for the memory estimate; its values have head dim head_dim.
+
+        `layers` must not be None.
+        """
         assert self.layers is not None
         kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)

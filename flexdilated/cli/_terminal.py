@@ -34,7 +34,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 class UsageError(Exception):
-    """Error in the use of a command, with a message of one line; the exit status is 2."""
+    """Error in the use of a command, whose exit status is then 2."""
 
 
 class Argument(NamedTuple):

@@ -64,7 +64,7 @@ class MultiheadProjections(DisablesFusedEncoder):
         return q, k, v
 
     def padding_mask_shape(self, key: Tensor) -> tuple[int, ...]:
-        """Return the shape that a padding mask for `key` must have: (B, M), or (M,) for unbatched keys."""
+        """Return the shape of a mask of the M tokens of `key`: (B, M), or (M,) for unbatched keys."""
         return tuple(key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1])
 
     def output_of(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:

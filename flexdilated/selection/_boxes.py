@@ -205,8 +205,8 @@ class Boxes(NamedTuple):
     place: query block * C + key block of each listed box (the last three states), ascending; C: number of key blocks.
     gain: number of pairs that choosing each listed box adds.
     partial: the boxes with state PARTIAL_VIEW; None if there are none.
-    sees: mask of the queries that see a key, with indices as in `_visibility`; None if all queries by which query
-        blocks are scored do.
+    sees: mask of the queries by which query blocks are scored, True for those that see a key; None if all do. Index i
+        is for position i of the query block; where a query block is scored by its first query, there is no other index.
     seen: mask of the keys that some query block of the chunk sees; None if all are seen.
     pairs: number of the chunk's pairs that `within` allows, in one head of one batch entry.
     pairs_to_choose: number of these pairs that are attended to only if their box is chosen.
@@ -216,7 +216,7 @@ class Boxes(NamedTuple):
     place: Int64[Tensor, " x"]
     gain: Int32[Tensor, " x"]
     partial: PartialViews | None
-    sees: Bool[Tensor, "n query_block"] | None
+    sees: Bool[Tensor, "n query_block"] | Bool[Tensor, "n 1"] | None
     seen: Bool[Tensor, " M"] | None
     pairs: int
     pairs_to_choose: int
@@ -345,13 +345,8 @@ def _evaluate_boxes(rule: SelectionRule, rows: QueryBlocks, box: Box, r: Tensor,
 
 def _visibility(
     rows: QueryBlocks, part: range, whole: Bool[Tensor, "n C"], some: _EvaluatedBoxes
-) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
-    """Return (mask of the queries of each query block that see a key, mask of the keys that some query block sees).
-
-    The first mask is None if all queries by which query blocks are scored see a key: all queries if rows.all_queries,
-    else the first one of each query block. The second mask is None if all keys are seen.
-
-    With rows.all_queries, index i of the first mask is for position i of the query block, else for its i-th query.
+) -> tuple[Bool[Tensor, "n query_block"] | Bool[Tensor, "n 1"] | None, Bool[Tensor, " M"] | None]:
+    """Return the masks `sees` and `seen` of `Boxes`.
 
     whole: mask of the boxes outside `some` in which `within` allows every pair.
     some: the boxes that were evaluated pair by pair; boxes in neither have no pair.
@@ -363,12 +358,13 @@ def _visibility(
     keys.index_add_(0, some.block, some.view.long())
     inside = torch.arange(rows.query_block) < num_queries[:, None]
     shown = (queries > 0) & inside
-    if rows.all_queries and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first query block
+    if not rows.all_queries:
+        shown, inside = shown[:, :1], inside[:, :1]
+    elif rows.lead and part.start == 0:  # query 0 is at position `lead` of the first query block
         shown[0] = shown[0].roll(rows.lead)
         inside[0] = inside[0].roll(rows.lead)
-    looked = slice(None) if rows.all_queries else slice(0, 1)
     seen = (keys > 0).flatten()[: int(num_keys.sum())]
-    all_see = bool((shown | ~inside)[:, looked].all())
+    all_see = bool((shown | ~inside).all())
     return None if all_see else shown, None if bool(seen.all()) else seen
 
 

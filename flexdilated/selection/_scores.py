@@ -66,7 +66,7 @@ def _split_into_blocks(k: Tensor, block: int) -> list[Tensor]:
 
 
 def summaries(
-    q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
+    q: Float[Tensor, "B H N D"], rows: QueryBlocks, part: range, sees: Bool[Tensor, "*#heads n #query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
     """Return one query for each query block in `part`, in float32 or wider.
 

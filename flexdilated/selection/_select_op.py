@@ -333,7 +333,7 @@ def _visibility(
         seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for part, own in boxes:
         if sees is not None and own.sees is not None:
-            sees[part.entries, part.heads] = own.sees if call.all_queries else own.sees[:, :1].expand(own.sees.shape)
+            sees[part.entries, part.heads] = own.sees
         if seen is not None:
             seen[part.entries, part.key_heads] |= seen.new_ones(()) if own.seen is None else own.seen
     return sees, seen

@@ -299,24 +299,28 @@ def distill_loss(
     student = selector.selected(q, k, coarse, tensors, call)
     with torch.no_grad():
         blocks, _, mass, *_ = select_blocks(*exact, None, coarse, tensors, *call._replace(scorer="mass").arguments)
-        candidates = _scores_by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
-        logs = _scores_by_block(Selection(blocks, mass, mass, mass), num_blocks)
+        candidates = _by_block(torch.zeros_like(student.scores), student.blocks, num_blocks) == 0
+        logs = _by_block(mass, blocks, num_blocks)
         total = masked_lse(logs, candidates)
         counted = total > -torch.inf
         target = (logs - total.masked_fill(~counted, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
         shares = target.exp()
-    scores = _scores_by_block(student, num_blocks)
+    scores = _by_block(student.scores, student.blocks, num_blocks)
     own = log_shares(scores, candidates)
     # 0 * log 0 counts as 0.
     divergences = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
     return divergences.sum(), counted.sum()
 
 
-def _scores_by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
-    """Return the score of each of num_blocks blocks; -inf for blocks that are not chosen in `found`."""
-    columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
-    at = torch.where(found.blocks < 0, num_blocks, found.blocks)
-    return columns.scatter(-1, at, found.scores)[..., :num_blocks]
+def _by_block(
+    scores: Float[Tensor, "B T R most"], chosen: Int64[Tensor, "B T R most"], num_blocks: int
+) -> Float[Tensor, "B T R C"]:
+    """Return the score of each of num_blocks blocks, -inf if it is not chosen.
+
+    chosen: the block to which each score belongs; -1 for none.
+    """
+    columns = scores.new_full((*scores.shape[:3], num_blocks + 1), -torch.inf)
+    return columns.scatter(-1, torch.where(chosen < 0, num_blocks, chosen), scores)[..., :num_blocks]
 
 
 class QueryRuns(NamedTuple):

@@ -96,8 +96,8 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: SlotIntervals, s
     slots: query slots to search.
     sides: (queries, keys) of a block.
 
-    Unlike `find_leaves`, this searches all keys. If there are over 2**16 pairs of residue classes, the alternatives of
-    a union are searched one by one, as each may rule out other classes.
+    Unlike `find_leaves`, this searches all keys. If the rule has rows, and over 2**16 pairs of residue classes are left
+    in the tables, the alternatives of a union are searched one by one, as each may rule out other classes.
     """
     if rule.rows is None or sum(each.number for each in _run_pairs(rule, tables, slots)) <= _MOST_ROOTS:
         yield from descend(rule, _roots(rule, tables, slots), sides)

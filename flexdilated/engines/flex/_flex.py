@@ -88,7 +88,7 @@ def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *othe
 
 
 def compilation_key(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
-    """Return the key of a compiled function: calls whose keys and program structures are equal share one function.
+    """Return the key of a compiled function: calls of one device, key and program structure share it.
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k. On accelerators it has instead the numbers of heads, the head

@@ -119,9 +119,11 @@ class _SlotMap:
     rows: SlotIndex
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (token in each slot of each head, mask of the slots that hold a token; None for kind "heads").
+        """Return (token in each slot of each head of the term, mask of the slots that hold a token; None for "heads").
 
         For kind "segments", the mask is also True for slots whose token would be outside the tensor.
+
+        head, slot: indices of all heads of the term, (H, 1), and of all slots, (S,).
         """
         if self.kind == "heads":
             return slot, None
@@ -138,6 +140,8 @@ class _SlotMap:
 
         Both are arbitrary for query heads that are not in the term. For kind "segments", the mask is also True for
         tokens whose slot would be after the last one.
+
+        head, token: indices of all query heads, (H, 1), and of all tokens, (N,).
         """
         if self.kind == "heads":
             return token, None

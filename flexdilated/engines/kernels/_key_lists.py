@@ -84,6 +84,40 @@ class ListChunk:
         return shares(query, entry[..., None], head[..., None], query, key[:, None])
 
 
+def _problems_per_list(sizes: tuple[int, int, int, int, int], entries: int, tables: int) -> int:
+    """Return the number of problems, pairs of a batch entry and a head set, that share a list.
+
+    sizes: (B, H, G, N, M).
+    entries, tables: numbers of batch entries and of tables that have lists of their own.
+    """
+    return sizes[0] // entries * (lcm(tables, sizes[2]) // tables)
+
+
+def _problems_of_lists(
+    at: Int64[Tensor, " t"], sizes: tuple[int, int, int, int, int], entries: int, tables: int
+) -> tuple[tuple[Int64[Tensor, "x _ 1"], Int64[Tensor, "x _ g"], Int64[Tensor, "1 t 1"]], Int64[Tensor, "x _ 1"]]:
+    """Return (`ListChunk.problem` of the x problems that share each list, index of the first key of each problem).
+
+    The index is that in the flattened (batch, key/value heads, keys).
+
+    at: indices of the lists in the flattened (entries, tables, queries).
+    sizes, entries, tables: as in `_problems_per_list`.
+    """
+    batch, heads, groups, queries, keys = sizes
+    sets, device = lcm(tables, groups), at.device
+    of_table, of_entry = sets // tables, batch // entries  # head sets and batch entries that share a list
+    entry = torch.arange(of_entry, device=device).repeat_interleave(of_table)[:, None]
+    head_set = torch.arange(of_table, device=device).repeat(of_entry)[:, None]
+    query = at
+    if entries * tables > 1:
+        query = at % queries
+        entry = entry + at // (queries * tables) * of_entry
+        head_set = head_set + at // queries % tables * of_table
+    head = (head_set * (heads // sets))[..., None] + torch.arange(heads // sets, device=device)
+    first_key = (entry * groups + head_set * groups // sets) * keys
+    return (entry[..., None], head, query[None, :, None]), first_key[..., None]
+
+
 @dataclass(frozen=True, eq=False)
 class ListProblems:
     """Attention of q (B, H, N, D) over lists of single keys of k (B, G, M, D).
@@ -114,10 +148,6 @@ class ListProblems:
         return cls(lists, sizes, first, row_bytes, is_meta=q.is_meta)
 
     @cached_property
-    def _num_head_sets(self) -> int:
-        return lcm(self.lists.shape[1], self.sizes[2])
-
-    @cached_property
     def _order(self) -> Int64[Tensor, " n"] | None:
         """Indices of the lists in descending order of their lengths; None if all lengths are equal."""
         counts = self.lists.counts
@@ -145,9 +175,8 @@ class ListProblems:
 
     @property
     def _problems_per_list(self) -> int:
-        """Number of problems, pairs of a batch entry and a head set, that share a list."""
         entries, tables, _ = self.lists.shape
-        return self.sizes[0] // entries * (self._num_head_sets // tables)
+        return _problems_per_list(self.sizes, entries, tables)
 
     @property
     def _keys_at_once(self) -> int:
@@ -171,28 +200,16 @@ class ListProblems:
 
         For meta tensors, yield only the first few chunks of each kind.
         """
-        batch, heads, groups, queries, keys = self.sizes
         entries, tables, _ = self.lists.shape
-        device, sets = self.lists.keys.device, self._num_head_sets
-        # The list of table t and entry e serves batch // entries batch entries times sets // tables head sets.
-        set_of_user = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
-        entry_of_user = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
-        head_in_set = torch.arange(heads // sets, device=device)
         for begin, end, length in self._list_ranges:
-            at = torch.arange(begin, end, device=device) if self._order is None else self._order[begin:end]
-            query, batch_entry, head_set = at, entry_of_user, set_of_user
-            if entries * tables > 1:
-                query, table, entry = at % queries, at // queries % tables, at // (queries * tables)
-                batch_entry = entry_of_user + entry * (batch // entries)  # (users, t)
-                head_set = set_of_user + table * (sets // tables)
+            span = torch.arange(begin, end, device=self.lists.keys.device)
+            at = span if self._order is None else self._order[begin:end]
+            (entry, head, query), first_key = _problems_of_lists(at, self.sizes, entries, tables)
             key, hidden = self._keys_of(at, begin, end, length)
-            first_key = (batch_entry * groups + head_set * groups // sets) * keys
-            head = (head_set * (heads // sets))[..., None] + head_in_set
             together = max(1, self._keys_at_once // (length * (end - begin)))
             for some in range(0, self._problems_per_list, together)[: META_CHUNKS if self.is_meta else None]:
-                users = slice(some, some + together)
-                problem = batch_entry[users, :, None], head[users], query[None, :, None]
-                yield ListChunk(problem, first_key[users, :, None] + key, hidden, key, self.first)
+                part = slice(some, some + together)
+                yield ListChunk((entry[part], head[part], query), first_key[part] + key, hidden, key, self.first)
 
     def _keys_of(
         self, at: Int64[Tensor, " t"], begin: int, end: int, length: int
@@ -269,27 +286,20 @@ class PaddedProblems:
 
     def chunks(self) -> Iterator[ListChunk]:
         """Yield chunks that together have all queries, each query once for each batch entry and query head."""
-        batch, heads, groups, _, keys = self.sizes
         entries, tables, queries, width = self.lists.rows.shape
-        sets = lcm(tables, groups)
-        device, users = self.lists.rows.device, batch // entries * (sets // tables)
-        entry = torch.arange(batch // entries, device=device).repeat_interleave(sets // tables)[:, None]
-        head_set = torch.arange(sets // tables, device=device).repeat(batch // entries)[:, None]
-        in_set = torch.arange(heads // sets, device=device)
         rows, total = self.lists.rows.flatten(0, 2), entries * tables * queries
         listed = (rows >= 0).flatten().to(torch.int8).argmax(0, keepdim=True)  # a place with a key
         other = listed // width % queries, rows.flatten().index_select(0, listed).clamp(min=0)
-        at_once = max(1, _BYTES_IN_GRAPHS // (self.row_bytes * width * users), -(-total // _MOST_CHUNKS))
+        list_bytes = self.row_bytes * width * _problems_per_list(self.sizes, entries, tables)
+        at_once = max(1, _BYTES_IN_GRAPHS // list_bytes, -(-total // _MOST_CHUNKS))
         for begin in range(0, total, at_once):
-            at = torch.arange(begin, min(total, begin + at_once), device=device)
-            query, table, of_entry = at % queries, at // queries % tables, at // (queries * tables)
-            own_entry, own_set = entry + of_entry * (batch // entries), head_set + table * (sets // tables)
+            at = torch.arange(begin, min(total, begin + at_once), device=rows.device)
+            problem, first_key = _problems_of_lists(at, self.sizes, entries, tables)
             none = rows[begin : begin + at_once] < 0
             key, empty = rows[begin : begin + at_once].clamp(min=0), none.all(1, keepdim=True)
-            first_key = (own_entry * groups + own_set * groups // sets) * keys
-            problem = own_entry[..., None], (own_set * (heads // sets))[..., None] + in_set, query[None, :, None]
-            block = first_key[..., None] + key
-            query, key = torch.where(empty, other[0], query[:, None]), torch.where(empty, other[1], key)
+            block = first_key + key
+            query = torch.where(empty, other[0], problem[2][0])
+            key = torch.where(empty, other[1], key)
             yield ListChunk(problem, block, none[None, :, None], key, self.first, none, query)
 
 

@@ -231,7 +231,10 @@ class SlideEncoder(nn.Module):
     def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B N E"]:
         """Return the input of the encoder: the class token, then the projected tile features plus position embeddings.
 
-        With a mesh, the result has only this rank's tokens; the class token is on rank 0.
+        tiles, coordinates: as in `forward`; N is L + 1. With a mesh they are this rank's tiles, and so is the result,
+            with the class token on rank 0 only.
+
+        Raises as `forward` does for inputs that do not fit and for tiles outside the grid.
         """
         self._check(tiles, coordinates)
         x = self.patch_embed["proj"](tiles)

@@ -273,12 +273,12 @@ def _restrict_to_documents(
     """
     if mask.are_documents_read:
         return mask.restricted or mask
-    mask.are_documents_read = True
     call = running_call(module)
     if call is None:
         if not getattr(module, "is_causal", True):
             return mask
         call = ModelCall(None, options, None)
+    mask.are_documents_read = True
     own = query.shape[2] if not ready_made or query.shape[2] == mask.shape[3] else -1
     ids = call.documents(module, own, mask.q_offset, mask.visible(), is_known=mask.is_offset_known, evicts=evicts)
     if ids is not None and PACKED not in mask.rule_patterns.tensors:

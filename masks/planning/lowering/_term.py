@@ -39,8 +39,8 @@ class KeyWeights:
     def of_heads(self, some: slice) -> KeyWeights:
         return KeyWeights(self.periods[some])
 
-    def counted(self, num_queries: int, num_keys: int) -> int:
-        """Return the sum of the weights over all pairs of all heads."""
+    def counted(self, num_queries: int, num_keys: int, num_heads: int) -> int:
+        """Return the sum of the weights over all pairs of the num_heads heads of the term."""
         return num_queries * int(_repeat_periods(torch.tensor(self.periods), num_keys).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "H 1 K"]:
@@ -61,10 +61,10 @@ class PairWeights:
     def of_heads(self, some: slice) -> PairWeights:
         return self
 
-    def counted(self, num_queries: int, num_keys: int) -> int:
-        """Return the sum of the weights over all causal pairs of one head."""
+    def counted(self, num_queries: int, num_keys: int, num_heads: int) -> int:
+        """Return the sum of the weights over all causal pairs of the num_heads heads of the term."""
         table, (q, k) = torch.tensor(self.table), _slots_of_strip(num_queries, num_keys - num_queries, num_queries)
-        return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
+        return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum()) * num_heads
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
         """Return the log of the weights, to be added to attention scores; -inf for keys after the query.
@@ -144,10 +144,10 @@ class CountedPairs:
         """True if no allowed pair has its key slot after its query slot."""
         return not bool(self.counts().triu(1).any())
 
-    def counted(self, num_queries: int, num_keys: int) -> int:
-        """Return the sum of the counts over all pairs of all heads."""
+    def counted(self, num_queries: int, num_keys: int, num_heads: int) -> int:
+        """Return the sum of the counts over all pairs of the num_heads heads of the term."""
         counts = self.counts()
-        return int(counts.sum()) * (self.bound.num_heads // len(counts))
+        return int(counts.sum()) * (num_heads // len(counts))
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """Return the log of `counts()`, of equal shape, to be added to attention scores; -inf for a count of 0.
@@ -283,7 +283,7 @@ class Term:
         """
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
-            pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
+            pairs = self.weights.counted(queries, keys, heads)
         elif self.shape == "dense":
             pairs = queries * keys * heads
         else:
