@@ -35,7 +35,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-kernels test-flash test-onnx guard bench lint format types docs pictures release clean
+.PHONY: help demo browser test test-kernels test-interpreted test-compiled test-flash test-onnx guard bench lint format types docs pictures release clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -58,8 +58,12 @@ test: $(VENV)/.test $(VISION)/.ready  ## Run the tests
 # Triton lies beside the other packages, where only these two processes look for it, unless a build of torch for CUDA has brought
 # its own. Where there is none for this machine, the tests are skipped and say so (pytest's status 5). Whether kernels are
 # interpreted or compiled is decided when Triton is imported.
-test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H200 without one; all of them by ARGS=--all
+test-kernels: test-interpreted test-compiled  ## Test the kernels made for an H200 without one; all of them by ARGS=--all
+
+test-interpreted: $(VENV)/.test $(TRITON)/.ready  ## Run these kernels in Triton's interpreter
 	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py tests/interpreted/test_listed_keys.py tests/interpreted/test_without_triton.py $(ARGS) || [ $$? -eq 5 ]
+
+test-compiled: $(VENV)/.test $(TRITON)/.ready  ## Compile these kernels, and hold their code and their programs to account
 	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py tests/interpreted/test_program.py $(ARGS) || [ $$? -eq 5 ]
 
 # FlashAttention's kernels are compiled for devices that are not there, for minutes each; cases that are recorded are left out.

@@ -264,7 +264,7 @@ def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
     assert found.training_peak == found.step_peak + found.optimizer
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_predicted_peak_is_within_a_tenth_of_a_measured_one() -> None:
     """Resident memory of a process of its own, kernels' scratch and all."""
     size, num_tokens, text = ModelSize(128, 2, 2, torch.float32), 8192, PATTERNS["longnet"]

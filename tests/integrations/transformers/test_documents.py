@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as ALL_MASK_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexdilated as fd
 from bench.cases.transformers import tiny_model
@@ -160,6 +162,19 @@ def test_models_that_are_only_registered() -> None:
     model(tokens(), past_key_values=cache)
     with pytest.raises(ValueError, match="cached keys do not record their document"):
         model(tokens()[:, :5], position_ids=sequences(5), past_key_values=cache)
+
+
+def test_a_layer_that_reads_no_positions_leaves_them_to_the_next() -> None:
+    """Both get the mask that the model made once, in a model that is only registered."""
+    fd.integrations.transformers.register()
+    attention, mask_of = (functions["flexdilated"] for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_FUNCTIONS))
+    layers = [torch.nn.Module(), torch.nn.Module()]
+    layers[0].is_causal = False
+    x, mask, positions = torch.randn(1, 2, N, 8), mask_of(batch_size=1, q_length=N, kv_length=N), sequences(20, 30)
+    _, (got, _) = (attention(layer, x, x, x, mask, position_ids=positions) for layer in layers)
+    seen = same(torch.arange(N)[None] // 20 > 0) & torch.ones(N, N, dtype=torch.bool).tril()
+    want = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=seen[:, None])
+    torch.testing.assert_close(got.transpose(1, 2), want)
 
 
 def new_cache(data: st.DataObject, config: Any) -> Callable[[], Any]:
@@ -355,7 +370,7 @@ def test_a_graph_over_a_cache_asserts_that_positions_go_on() -> None:
     targets = [str(node.target) for node in graph.graph.nodes]
     assert (targets.count("item"), targets.count("flexdilated.aten.default")) == (1, 2)
     with pytest.raises(RuntimeError, match=r"cached keys do not record their document: .* with use_cache=False"):
-        step(tokens()[:, :1], position_ids=torch.tensor([[3]]), past_key_values=past)
+        step(tokens()[:, 0, None], position_ids=positions[:, 6, None], past_key_values=past)
 
 
 @torch.no_grad()

@@ -146,7 +146,9 @@ def assert_attends(pattern: masks.Pattern | masks.Mixture, allowed: Tensor) -> N
     torch.testing.assert_close(fd.attend(q, k, v, pattern), attention(q, k, v, allowed))
 
 
+@pytest.mark.thorough
 def test_the_pairs_are_those_of_compiled_flex_attention() -> None:
+    """As `pairs`, with which the other tests compare, says."""
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     for seed in range(3):
