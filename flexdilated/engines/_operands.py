@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..masks.blocks import Blocks, Rule, dense_masks, mask_classes
+from ..masks.blocks import Blocks, Nodes, Rule, SlotRun, dense_masks, mask_classes
 from ..masks.core import device_kind
 from ..masks.planning import CountedPairs, SharedListTerm, Term, entry_terms
 
@@ -72,7 +72,8 @@ def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n
 
 # E batch entries or 1 for all, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 
-_BLOCKS_AT_ONCE = 1 << 14  # most blocks in one step of `_slots_in_pairs`, if it is given their masks
+_BLOCKS_AT_ONCE = 1 << 14  # most blocks in one step of `_slots_in_pairs`
+_SLOTS_AT_ONCE = 1 << 18  # most slots of which bounds are computed at once
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
@@ -166,22 +167,29 @@ def _fill_hidden(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, valu
 
 
 def hidden_slots(
-    rule: Rule, blocks: Blocks, ids: Int64[Tensor, " n"], masks: Bool[Tensor, "U q_block k_block"] | None
+    rule: Rule,
+    blocks: Blocks,
+    ids: Int64[Tensor, " n"] | None = None,
+    masks: Bool[Tensor, "U q_block k_block"] | None = None,
 ) -> HiddenSlots:
     """Return the hidden slots in listed blocks: queries that attend to no key, and keys that no query attends to.
 
     Kernels do not read slots outside the listed blocks. A head's mask may include slots of a block that only another
     head's table lists.
 
-    ids, masks: index of each block's mask, and the distinct masks, from `distinct_masks`.
+    ids, masks: index of each block's mask, and the distinct masks, from `distinct_masks`; None evaluates the rule.
     """
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column
     seen_q = torch.zeros(blocks.num_tables * blocks.num_rows, blocks.q_block, dtype=torch.int32)
     seen_k = torch.zeros(blocks.num_tables * blocks.num_columns, blocks.k_block, dtype=torch.int32)
     seen_q[row[blocks.full]], seen_k[column[blocks.full]] = 1, 1
-    # Blocks whose row and column each have a full block need no evaluation.
-    doubtful = (~blocks.full & ~((seen_q[row, 0] > 0) & (seen_k[column, 0] > 0))).nonzero().squeeze(1)
+    open_q, open_k = _listed_unseen(seen_q, row), _listed_unseen(seen_k, column)
+    if masks is None and len(rule.q.starts) == len(rule.k.starts) == 1:
+        open_q = _decide_slots(rule, blocks, seen_q, open_q, is_key=False)
+        open_k = _decide_slots(rule, blocks, seen_k, open_k, is_key=True)
+    # Blocks whose queries and keys are all decided need no evaluation.
+    doubtful = (~blocks.full & (open_q.any(1)[row] | open_k.any(1)[column])).nonzero().squeeze(1)
     for some, by_row, by_column in _slots_in_pairs(rule, blocks, doubtful, ids, masks):
         seen_q.index_add_(0, row[some], by_row.int())
         seen_k.index_add_(0, column[some], by_column.int())
@@ -189,6 +197,44 @@ def hidden_slots(
     queries = _hidden_mask(seen_q, row, blocks.num_tables, heads, blocks.num_q_slots)
     keys = _hidden_mask(seen_k, column, blocks.num_tables, heads, blocks.num_k_slots)
     return HiddenSlots(queries, keys)
+
+
+def _listed_unseen(seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"]) -> Bool[Tensor, "R side"]:
+    """Return a mask of the slots in listed blocks for which `seen` is 0; arguments as in `_hidden_mask`."""
+    listed = torch.zeros(len(seen), 1, dtype=torch.bool)
+    listed[places] = True
+    return listed & (seen == 0)
+
+
+def _decide_slots(
+    rule: Rule, blocks: Blocks, seen: Int32[Tensor, "R side"], undecided: Bool[Tensor, "R side"], *, is_key: bool
+) -> Bool[Tensor, "R side"]:
+    """Return the mask `undecided` without slots that are found, or by bounds known, to be in a pair or in none.
+
+    For slots that are in an allowed pair, `seen` is set to 1, in place. Both tensors are of queries, or with is_key of
+    keys, as in `_hidden_mask`. The slots must be consecutive tokens.
+    """
+    width, left = blocks.num_rows * blocks.q_block, torch.zeros_like(undecided).view(-1)
+    own, other, num_others = rule.q, rule.k, blocks.num_k_slots
+    if is_key:
+        width, own, other, num_others = blocks.num_columns * blocks.k_block, rule.k, rule.q, blocks.num_q_slots
+    for at in undecided.view(-1).nonzero().squeeze(1).split(_SLOTS_AT_ONCE):
+        table, slot = at // width, at % width
+        inside = slot < rule.num_slots[is_key]
+        at, table, slot = at[inside], table[inside], slot[inside]
+        # Most tokens attend to themselves.
+        beside = (own.position(table, slot) - other.firsts[table, 0]) // other.step
+        beside = beside.clamp(0, num_others - 1)
+        held = rule.allowed(table, *((beside, slot) if is_key else (slot, beside)))
+        seen.view(-1)[at[held]] = 1
+        at, table, slot = at[~held], table[~held], slot[~held]
+        zero = torch.zeros_like(slot)
+        one, all_others = SlotRun(zero, slot, zero + 1), SlotRun(zero, zero, zero + num_others)
+        nodes = Nodes(table, all_others, one) if is_key else Nodes(table, one, all_others)
+        pairs = rule.pattern.count(rule.boxes(nodes), num_heads=rule.num_heads)
+        seen.view(-1)[at[pairs.low > 0]] = 1
+        left[at[(pairs.low <= 0) & (pairs.high > 0)]] = True
+    return left.view_as(undecided)
 
 
 def _hidden_mask(
@@ -222,7 +268,7 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> HiddenSlots:
     if isinstance(term, SharedListTerm):
         return HiddenSlots(*term.hidden())
     found = [
-        hidden_slots(rule, listed, *distinct_masks(rule, listed))
+        hidden_slots(rule, listed)
         for each, listed in zip(entry_terms(term), blocks, strict=True)
         for rule in [each.table_rule()]
     ]
@@ -261,21 +307,20 @@ def _mask_or_none(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:
 
 
 def _slots_in_pairs(
-    rule: Rule, blocks: Blocks, index: Int64[Tensor, " n"], ids: Tensor, masks: Tensor | None
+    rule: Rule, blocks: Blocks, index: Int64[Tensor, " n"], ids: Tensor | None, masks: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (indices of n blocks, mask of queries in an allowed pair, mask of keys in an allowed pair).
 
     The masks have shapes (n, q_block) and (n, k_block).
 
     index: indices of all blocks to look at, of which each step yields n.
-    ids, masks: as from `distinct_masks`; if masks is None, the rule is evaluated in the blocks.
+    ids, masks: as from `distinct_masks`; None evaluates the rule, once for blocks that are known to have equal masks.
     """
-    if masks is None:
-        begin = 0
-        for tiles in dense_masks(rule, blocks.places(index), blocks.shape):
-            yield index[begin : begin + len(tiles)], tiles.any(2), tiles.any(1)
-            begin += len(tiles)
-        return
-    rows, columns = masks.any(2), masks.any(1)
-    for some in index.split(_BLOCKS_AT_ONCE):
-        yield some, rows[ids[some]], columns[ids[some]]
+    if masks is None or ids is None:
+        ids, one_of_each = mask_classes(rule, blocks.places(index), blocks.shape)
+        tiles = dense_masks(rule, blocks.places(index[one_of_each]), blocks.shape)
+        rows, columns = map(torch.cat, zip(*((each.any(2), each.any(1)) for each in tiles), strict=True))
+    else:
+        rows, columns, ids = masks.any(2), masks.any(1), ids[index]
+    for some, own in zip(index.split(_BLOCKS_AT_ONCE), ids.split(_BLOCKS_AT_ONCE), strict=True):
+        yield some, rows[own], columns[own]

@@ -173,7 +173,11 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
         (_key_lists, "GATHERED_BYTES"): [1, 300, 5000],
         (_table_split, "_FEW_KEYS"): [-1, 99],  # tables as block lists, tables of any blocks as single keys
     },
-    "flex": {(_program, "_MOST_NUMBERS"): [16, 100, 400], (_program, "TILE"): [1, 2, 4]},
+    "flex": {
+        (_program, "_MOST_NUMBERS"): [16, 100, 400],
+        (_program, "TILE"): [1, 2, 4],
+        (_operands, "_SLOTS_AT_ONCE"): [1, 7],
+    },
     "reference": {},
 }
 
