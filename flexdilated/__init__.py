@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _suggestions() -> dict[str, str]:
-    """Return {wrong name: the right one}, both without "fd.", for names that callers may expect in `fd`."""
+    """Return {wrong name: what to write}, both without "fd.", for names that callers may expect in `fd`."""
     found = {name: f"masks.{name}" for name in masks.__all__}
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
     found |= dict.fromkeys(("attention", "scaled_dot_product_attention", "sdpa"), "attend")

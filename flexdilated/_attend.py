@@ -132,11 +132,11 @@ def attend(
     Returns the output (B, H, N, E) in the dtype of q or, if return_lse is True, (output, lse). The lse (B, H, N) is the
     natural log of each row's softmax denominator, in float32 (float64 for float64 inputs), and differentiable. A row
     is one query of one head; a row without keys has output 0 and lse -inf. In a mixture (a sum of patterns), a pair
-    counts once for each branch that allows it. No N x M matrix of scores is formed, except by engine
+    counts once for each branch that allows it. For long sequences no N x M matrix of scores is formed, except by engine
     "reference" and in models exported to ONNX. Under autocast q, k and v are cast as in `scaled_dot_product_attention`.
 
     If the pattern pads segments with zeros (`masks.longnet(..., padding="zeros")`), each row's softmax includes its
-    zero keys; k and v must then be the whole sequence, and q consecutive tokens of it, from q_offset on.
+    zero keys; k and v must then be the whole sequence, q tokens of it, from q_offset on, and score_mod None.
 
     v may have another head dim E than q and k. Engines "aten" and "flash" then pad to the wider one. k and v may have
     batch 1: all batch entries of q then share them.
@@ -145,14 +145,14 @@ def attend(
         branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. Dropout does not
         change the lse. The seed is drawn from torch's default generator of the device. Engines "aten" and "flash" have
         no dropout.
-    scale: factor on the scores; 1 / sqrt(D) by default. A tensor, of one number for each head of q (H,) or for all, may
-        be learned.
+    scale: factor on the scores; 1 / sqrt(D) by default. A tensor of shape (H,), with a number for each head of q, or
+        () may be learned.
     enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
     score_mod: a function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in FlexAttention. h is
-        a global head; q_idx and k_idx are positions, with any offsets and layout. It is called once, here; later
-        changes of the numbers and attributes that it reads have no effect.
-    sinks: a logit for each head of q, of any float dtype: adds exp(sink), with value 0, to the softmax denominator of
-        every row. A row without keys then has output 0, and its sink as lse.
+        a global head; q_idx and k_idx are positions, with any offsets and layout. Outside torch.compile it is called
+        once, here; later changes of the numbers and attributes that it reads have no effect on this call.
+    sinks: a logit for each head of q, in float32, bfloat16, float16 or float64: adds exp(sink), with value 0, to the
+        softmax denominator of every row. A row without keys then has output 0, and its sink as lse.
     bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
     q_offset: position of query 0, for queries that follow earlier tokens; an integer tensor of shape (B,) has the
         position for each batch entry, as in `pattern.queries_from`. None is 0, but raises ValueError, except under
@@ -169,16 +169,16 @@ def attend(
         elsewhere and for calls that these cannot serve, such as those with dropout or a score_mod on CPU; while
         torch.onnx.export traces, it takes dense attention in plain operations. A named engine that cannot serve the
         call raises ValueError.
-    block_size: tokens of a block of block-sparse masks, or (queries, keys). None: on CPU chosen for the pattern, with
-        "flash" the size that the device's kernels need, and otherwise 128.
+    block_size: tokens of a block of block-sparse masks, or (queries, keys). None: with "aten" chosen for the pattern,
+        with "flash" the size that the device's kernels need, and otherwise 128 or more.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
-        passed on unchecked. They may not hold BACKEND, which engine determines, nor options that the block lists and
+        passed on. They may not hold BACKEND, which engine determines, nor options that the block lists and
         lengths of the call determine.
-    autotune: True to time the planner's token orders and block sizes for this call the first time, and use the fastest
-        from then on, also in equal calls without autotune. Inside torch.compile nothing is timed, and earlier results
-        are used.
+    autotune: True to time the planner's token orders and block sizes, unless that was done for an equal call, and use
+        the fastest from then on, also in equal calls without autotune. It needs engine "aten" or "flex", and takes no
+        layout and no run-time tensors. Inside torch.compile nothing is timed, and earlier results are used.
 
-    Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+    Raises ValueError or TypeError for inputs that do not fit together.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> pattern = masks.local_window(left=31, right=0)

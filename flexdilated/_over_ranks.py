@@ -33,8 +33,7 @@ class OverRanks:
 
     mesh: a DeviceMesh of one dimension.
     schedule: as in `distributed.attend`, or "heads": each rank attends over the whole sequence for some of the heads.
-    sharding: assignment of tokens to ranks, for calls of one sequence length; None: contiguous shards of equal length,
-        for any length.
+    sharding: assignment of tokens to ranks, for calls of one sequence length; None: contiguous shards of equal length.
     codec, error_bound, pool: as in `distributed.attend`; with "heads", codec and pool must be None.
     ranks: this process's group and rank, derived from the mesh.
 

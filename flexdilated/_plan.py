@@ -53,7 +53,7 @@ class PlannedTerm:
 
     branch: number, from 1, among the distinct branches of the pattern, or "all" for all branches of a mixture together.
         If a table of keys or blocks is read directly, 1 is for its pairs, and the other branches follow.
-    layout: name of the token order.
+    layout: name of the token order or method, such as "natural" or "windows".
     shape: structure of the mask, such as "dense", "causal" or "blocks of 128"; for a table of keys or blocks that is
         read without block lists, "table of blocks of 1 x 1" or the like, or "lists of single keys".
     rule: the allowed pairs, as text.
@@ -82,11 +82,11 @@ class WeighedOption:
     Its predicted cost is that of the forward pass for one batch entry.
 
     branch: as in `PlannedTerm`.
-    layout: name of the token order.
+    layout: name of the token order or method, such as "natural" or "windows".
     computed_pairs: (query, key) pairs in the blocks that are computed, over all heads.
     moved_bytes: bytes read and written to gather q, k and v and to merge outputs.
     launches: number of kernel launches.
-    chosen: True for the option that `attend` uses.
+    chosen: True for an option that the plan takes.
     """
 
     branch: int | str
@@ -119,7 +119,7 @@ class PlanReport(PlanSize):
     useful_pairs: (query, key) pairs that the pattern allows; a pair counts once for each branch that allows it.
     computed_pairs: pairs in the blocks that are computed.
     all_pairs: pairs of dense attention.
-    block_list_bytes: bytes of the block lists, which stay in the cache.
+    block_list_bytes: bytes of the block lists.
     terms: the terms of the chosen plan.
     options: all ways to compute a branch, or all branches together, that were compared.
     measured: timings, empty unless requested.

@@ -76,7 +76,10 @@ class PlanSize:
         return planned_engine(self.named_engine, *size, score_mod=self.score_mod, drops=drops)
 
     def reads_table(self, bound: Bound) -> bool:
-        """True if the engine reads the pattern's table of chosen keys or blocks directly, without block lists."""
+        """True if the engine reads the pattern's table of chosen keys or blocks directly, without block lists.
+
+        bound: `pattern`, bound to these sizes.
+        """
         return reads_table(bound, self.engine)
 
     @property

@@ -68,8 +68,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     """Raise TypeError or ValueError unless q (B, H, N, D), k (B, G, M, D) and v (B, G, M, E) fit together.
 
-    They must be dense, have one float dtype and be on one device. G, the number of key/value heads, must be H or, with
-    enable_gqa, a divisor of H. Warns if heads and tokens look transposed.
+    They must be dense, on one device, and all in float32, bfloat16, float16 or float64. G, the number of key/value
+    heads, must be H or, with enable_gqa, a divisor of H. Warns, except while torch.compile traces, if heads and tokens
+    look transposed.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
@@ -301,7 +302,7 @@ def scaled(q: Tensor, scale: Scale, head_dim: int) -> tuple[Tensor, float]:
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """Return the factor on the scores as a float: `scale`, or 1 / sqrt(head_dim) for None.
 
-    Raises TypeError unless scale is a real number or None, and ValueError if it is not finite.
+    Raises TypeError unless scale is a float, an int (no bool) or None, and ValueError if it is not finite.
     """
     if scale is None:
         return head_dim**-0.5
@@ -338,8 +339,8 @@ def check_sizes(pattern: Pattern | Mixture, q: Tensor, place: Place) -> int:
     """Return the number of query heads over all devices, after checking offsets and heads of a call.
 
     The number is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
-    negative offsets, for more heads than num_heads_global and, except while torch.compile traces, for a pattern that
-    does not accept this number of heads.
+    offsets and a num_heads_global that are no integers or out of range, for more heads than num_heads_global and,
+    except while torch.compile traces, for a pattern that does not accept this number of heads.
     """
     head_offset, num_heads_global = place.head_offset, place.num_heads_global
     require_int("q_offset", place.q_offset, minimum=0)
@@ -363,15 +364,16 @@ def run_time_tensors(
 ) -> list[Tensor]:
     """Return the run-time tensors that a pattern needs, sorted by name; sparse ones are packed into dense ones.
 
-    Tensors are copied to the CPU here, once per call. Tables of selected keys or blocks stay on their device.
+    They are on the CPU, except tables of selected keys or blocks, which stay on their device.
 
     bindings: {name: tensor} for the tensors that the pattern does not hold.
     batch: number of batch entries of the call.
     has_values: False for a call with meta tensors; the result is then empty.
 
-    Raises TypeError or ValueError for a tensor that is missing, unknown or passed twice, and ValueError for a table of
-    selected keys or blocks with 3 dims if dim 0, of groups of heads, has size `batch` > 1: it may be meant for entries.
-    While torch.compile traces, a sparse tensor raises ValueError.
+    Raises TypeError or ValueError for a tensor that is missing, unknown, passed twice or of a type or dtype that the
+    pattern does not take, and ValueError for a table of selected keys or blocks with 3 dims if dim 0, of groups of
+    heads, has size `batch` > 1: it may be meant for entries. While torch.compile traces, a sparse tensor raises
+    ValueError.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

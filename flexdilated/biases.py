@@ -26,6 +26,8 @@ def slopes(num_heads: int) -> Float[Tensor, " H"]:
     third, fifth, ... of the slopes for 2 P heads, until there are H.
     Source: arXiv 2108.12409, section 3, and its code for other numbers of heads.
 
+    Raises TypeError or ValueError unless num_heads is an integer of at least 1.
+
     >>> fd.biases.slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
     """
@@ -70,8 +72,8 @@ def entries(values: Float[Tensor, "..."], pattern: Pattern) -> ScoreMod:
     `entries` reads the pairs: in a function that torch.compile compiles, the graph breaks here. The score_mod reads
     `values` in each call.
 
-    Raises TypeError for other patterns, and ValueError for values of another shape, for a pattern with
-    more than one matrix or table, and if it lists a pair twice.
+    Raises TypeError for other patterns, and for a matrix or table given by name; ValueError for values of another shape
+    or no float dtype, for a pattern with more than one matrix or table, and if it lists a pair twice.
 
     >>> edges = torch.eye(64).to_sparse()
     >>> graph, weights = masks.sparse(edges), torch.zeros(4, 64, requires_grad=True)
@@ -144,7 +146,7 @@ def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int =
 
     weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. Each row is for a bucket:
         one small distance, or a range of larger ones. Ranges widen with the distance; the last has all from
-        max_distance on.
+        max_distance on. Column h is for head h of all devices.
     bidirectional: True, as in encoders: half of the buckets are for keys after the query. False: keys after the query
         have the bucket of distance 0.
 

@@ -1,9 +1,8 @@
-"""FlexAttention's call, with its names and signatures: code that imports it from here trains on any device.
+"""FlexAttention's call, with its names: code that imports it from here trains on CPU too.
 
     from flexdilated.flex_attention import create_block_mask, flex_attention
 
-It replaces `torch.nn.attention.flex_attention`, which has no backward on CPU and, uncompiled, forms all scores. Each
-call records the mask_mod and score_mod again, with the tensors that they read.
+It replaces `torch.nn.attention.flex_attention`, which has no backward on CPU and, uncompiled, forms all scores.
 """
 
 from __future__ import annotations
@@ -75,25 +74,27 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention as `torch.nn.attention.flex_attention.flex_attention`, computed by `attend`, forward and backward.
 
-    Returns the output (B, H, N, E), with dims ordered in memory as in query; with return_lse (output, natural lse
-    (B, H, N)); with return_aux (output, `AuxOutput`). A row without keys has output 0, and lse and largest score -inf.
+    Returns the output (B, H, N, E), with batch, heads and tokens ordered in memory as in query; with return_lse
+    (output, natural lse (B, H, N)); with return_aux (output, `AuxOutput`). A row without keys has output 0, and lse and
+    largest score -inf.
 
-    score_mod: (score, b, h, q_idx, k_idx) -> score, or None. Gradients reach all tensors that it reads.
+    score_mod: (score, b, h, q_idx, k_idx) -> score, or None. Gradients reach the tensors that it reads.
     block_mask: from `create_block_mask` here or in torch; None for all pairs. Its block lists count even if they do not
         follow from its mask_mod: see `masks.custom`.
     scale: factor on the scores; None for 1 / sqrt(D).
     enable_gqa: True allows G to be a divisor of H.
-    kernel_options: as in torch, on CUDA and XPU; without effect on other devices.
+    kernel_options: on CUDA and XPU, as in `attend`; in a compiled graph, as in torch; else without effect.
     return_aux: names the fields of `AuxOutput` to compute: lse, and max_scores (B, H, N), the largest score of each row
         after score_mod, without a gradient. Fields that it does not name are None.
 
-    Each call reads block lists, mask_mod and score_mod, so the host waits for an accelerator; later changes of them
+    An eager call reads block lists, mask_mod and score_mod, so the host waits for an accelerator; later changes of them
     have no effect on the call's backward. In a function that torch.compile compiles, torch's own flex_attention is
-    called on CUDA and XPU, and for inference without lse and max_scores; otherwise the graph breaks here, and the call
-    runs eagerly.
+    called on all devices but CPU, and on CPU under torch.no_grad without lse and max_scores; otherwise the graph breaks
+    here, and the call runs eagerly.
 
-    Raises ValueError for tensors that do not fit each other or the block_mask, and for return_lse with return_aux;
-    TypeError for functions that `masks.custom` cannot record.
+    An eager call raises ValueError for tensors that do not fit each other or the block_mask, and for return_lse with
+    return_aux; TypeError for a block_mask that is no BlockMask; TypeError or ValueError for functions that cannot be
+    recorded.
 
     >>> q, k, v = torch.randn(3, 1, 2, 256, 16, requires_grad=True)
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
@@ -216,7 +217,8 @@ def _check_sizes(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
 def _pattern_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Pattern:
     """Return the pattern of a BlockMask, kept from the last call if its lists, mask_mod and sizes are unchanged.
 
-    Raises TypeError if block_mask is no BlockMask, and ValueError if its sizes do not fit query and key.
+    Raises TypeError if block_mask is no BlockMask, ValueError if its sizes do not fit query and key, and TypeError or
+    ValueError if its mask_mod cannot be recorded.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
@@ -259,7 +261,7 @@ def create_block_mask(
     _compile: bool = False,
     separate_full_blocks: bool = True,
 ) -> BlockMask:
-    """Return torch's BlockMask of a mask_mod, with the lists of torch's `create_block_mask`, made in bounded memory.
+    """Return torch's BlockMask of a mask_mod, with the lists of torch's `create_block_mask`.
 
     mask_mod: (b, h, q_idx, kv_idx) -> bool, or a pattern of `masks`, whose lists follow from closed forms.
     B, H: numbers of batch entries and of query heads that have separate lists; None for 1. With B None or 1, all
@@ -318,7 +320,7 @@ def _new_block_mask(
 
 
 class _PatternRule:
-    """A mask_mod that computes a pattern bound to the given sizes, with its tensors on `device`; it can be pickled."""
+    """A mask_mod that computes a pattern bound to the given sizes, with its tensors on `device`."""
 
     def __init__(
         self, pattern: Pattern, batch: int, num_heads: int, num_queries: int, num_keys: int, device: torch.device

@@ -145,8 +145,9 @@ def sliding_tile(grid: Sequence[int], *, tile: int | Sequence[int], num_tiles: i
     tile: tokens of a tile along each axis, a divisor of the axis length; one value for all axes, or a sequence.
     num_tiles: tiles of a window along each axis, an odd number; one value for all axes, or a sequence.
 
-    Raises ValueError for a tile that does not divide its axis, an even number of tiles, and a window longer than its
-    axis; TypeError for values of other types.
+    Raises ValueError for numbers below 1, other than 1 to 3 axes, sequences that are not as long as `grid`, a tile that
+    does not divide its axis, an even number of tiles, and a window longer than its axis; TypeError for values of other
+    types.
     Source: Sliding Tile Attention, arXiv 2502.04507, with a window that is centred on the query's tile.
     """
     lengths = require_ints("grid", grid, minimum=1)

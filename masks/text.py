@@ -184,8 +184,8 @@ def parse(text: str) -> Pattern | Mixture:
     patterns, with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and `|` with Python's
     precedence. It is parsed, never run. An unknown name imports the modules of all entry points of the group
     `flexdilated.patterns`, once per process. An expression has at most 4096 characters, and its brackets nest at most
-    68 deep, which is enough for every printed pattern. Raises ValueError for any other string, with a caret if the
-    error has a place, and TypeError for other values.
+    68 deep. Raises ValueError for any other string, with a caret if the error has a place, and TypeError for other
+    values.
 
     >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')
     local_window(left=127, right=0) | first_tokens(4)
@@ -283,7 +283,10 @@ class _Parser:
             raise self._error(at, str(error)) from error
 
     def _call(self, node: ast.Call) -> object:
-        """Call the function that a call node names, and return its result; errors that it raises point at its name."""
+        """Call the function that a call node names, and return its result.
+
+        If it raises TypeError, ValueError, OverflowError or RuntimeError, a ValueError points at its name instead.
+        """
         name, function = self._function(node.func)
         given = [*node.args, *(each.value for each in node.keywords)]
         names = [str(each.arg) for each in node.keywords]
@@ -336,7 +339,7 @@ class _Parser:
         return self._error(self._character_index(node.col_offset), says)
 
     def _error(self, at: int, says: str) -> ValueError:
-        """Return a ValueError with the message `says`, the text around character index `at`, and a caret below it."""
+        """Return a ValueError with `says`, which is cut if long, the text around character index `at`, and a caret."""
         begin, end = max(0, at - _AROUND), at + _AROUND
         shown = "".join(character if character.isprintable() else " " for character in self._text[begin:end])
         before, after = CUT if begin else "", CUT if end < len(self._text) else ""

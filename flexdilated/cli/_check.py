@@ -46,7 +46,8 @@ def add_arguments(parser: CommandParser) -> None:
 def check(options: argparse.Namespace) -> int:
     """Run the command `check`: test a pattern, and `attend` with it, and print the result or a counterexample.
 
-    Returns exit status 0, or 1 with a counterexample. Raises UsageError for arguments that do not fit the pattern.
+    Returns exit status 0, or 1 with a counterexample. Raises UsageError for arguments that are invalid or do not fit
+    the pattern.
     """
     pattern, examples = read_pattern(options.pattern), options.examples
     heads = fitting_heads(pattern, _DEFAULT_HEADS) if options.heads is None else options.heads
@@ -105,7 +106,7 @@ def _steps(
     The numbers of each kind of step sum to `examples`. A step "the rule" is `check_pattern` with this number of boxes
     of each kind. A step "attend" compares output, lse and gradients in about this number of calls.
 
-    Raises AssertionError with a counterexample.
+    Raises AssertionError with a counterexample, and ValueError for run-time tensors and for heads that do not fit.
     """
     sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
     for first in range(0, examples, _BOXES_A_STEP):

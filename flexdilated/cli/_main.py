@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated"
     program: name of the program in the help.
 
     The status is 0 for success; 1 if `check` found a counterexample, or `doctor` a default engine that fails or an
-    invalid variable; 2 for wrong usage and output that cannot be written; 130 if interrupted; 141 if the reader of the
-    output closed it. Raises SystemExit for --help, --version and arguments that argparse refuses.
+    invalid variable that attention reads; 2 for wrong usage and output that cannot be written; 130 if interrupted; 141
+    if the reader of the output closed it. Raises SystemExit for --help, --version and arguments that argparse refuses.
     """
     return status_of(lambda: _run(sys.argv[1:] if arguments is None else arguments, program))
 

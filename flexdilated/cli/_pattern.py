@@ -231,7 +231,7 @@ def fitting_heads(pattern: Expression, usual: int) -> int:
 def read_pattern(text: str) -> Pattern | Mixture:
     """Read a pattern from an expression, FILE.json, or FILE.py:NAME, a variable of a Python file, which is run.
 
-    Raises UsageError for any other text.
+    Raises UsageError for a text or a file that gives no pattern.
     """
     file, colon, name = text.rpartition(":")
     try:

@@ -135,7 +135,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     "bytes_a_token" has, for each use, such as "attention, inference", the mean growth of the peak per token. "longest"
     has a dict for each budget: "budget_bytes" and, for each use, the result of `longest_sequence`.
 
-    size: its num_tokens is ignored.
+    size: its num_tokens is ignored, and its layers must not be None.
     budgets: in bytes.
 
     Raises ValueError for sizes that the pattern does not accept.
@@ -246,7 +246,7 @@ def slope(peak: Peak, tokens: Sequence[int]) -> float:
 
 
 def round_down(num_tokens: int) -> int:
-    """Return the number rounded down to five significant binary digits, so that usual segment lengths divide it."""
+    """Return the number rounded down to five significant binary digits."""
     unit = 1 << max(0, num_tokens.bit_length() - 5)
     return num_tokens // unit * unit
 

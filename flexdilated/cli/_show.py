@@ -56,7 +56,7 @@ def add_show_arguments(parser: CommandParser) -> None:
 def show(options: argparse.Namespace) -> int:
     """Run the command `show`: print a heat map or JSON, or write a picture or HTML page; return exit status 0.
 
-    Raises UsageError for a head, batch entry or window out of range, and for a file that cannot be written.
+    Raises UsageError for invalid arguments, such as a window out of range, and for a file that cannot be written.
     """
     asked = asked_from(options)
     asked.require_in_range(head=options.head, batch=options.batch)
@@ -153,7 +153,7 @@ def add_explain_arguments(parser: CommandParser) -> None:
 def explain(options: argparse.Namespace) -> int:
     """Run the command `explain`: print why a pair is allowed or not, as a tree or JSON; return exit status 0.
 
-    Raises UsageError for a pair, head, batch entry or block size out of range.
+    Raises UsageError for invalid arguments, such as a pair out of range.
     """
     asked = asked_from(options)
     asked.require_in_range(head=options.head, batch=options.batch)

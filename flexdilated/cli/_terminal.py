@@ -169,8 +169,8 @@ class Terminal(NamedTuple):
     """Properties of a terminal.
 
     columns, lines: its size in characters.
-    color: True if it shows 256 ANSI colors.
-    shapes: True if it shows the non-ASCII characters of pictures.
+    color: True to write 256 ANSI colors to it.
+    shapes: True if its encoding has the non-ASCII characters of pictures.
     """
 
     columns: int
@@ -185,7 +185,8 @@ def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
     color: "always", "never", or "auto": colors if the stream is a terminal, unless the environment has NO_COLOR
         (https://no-color.org) or TERM=dumb.
 
-    The size is that of this process's terminal, or 80 x 24 if it is unknown, but at least LEAST_COLUMNS x LEAST_LINES.
+    The size is that of `shutil.get_terminal_size`, or 80 x 24 if it is unknown, but at least LEAST_COLUMNS x
+    LEAST_LINES.
     """
     size = shutil.get_terminal_size((_COLUMNS, _LINES))
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -266,7 +267,7 @@ def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context in which torch uses one CPU thread, which is faster for small calls."""
+    """Context in which torch uses one CPU thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

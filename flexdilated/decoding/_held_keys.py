@@ -38,8 +38,7 @@ class HeldKeys:
     """Buffer of the keys and values of past tokens that later queries can see; other keys are evicted.
 
     A run has consecutive positions at consecutive indices of the buffer's token dim. A full buffer is packed: keys that
-    no later query can see are dropped, and the remaining runs are moved to the front. Without a fixed capacity, each
-    token is moved about once, on average over many tokens.
+    no later query can see are dropped, and the remaining runs are moved to the front.
 
     keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their contents are not
         stored.

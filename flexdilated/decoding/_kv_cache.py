@@ -49,8 +49,7 @@ class KVCache:
     `attend` takes the next tokens and returns their output as in a single pass over all tokens. With a causal pattern
     their number is arbitrary. A pattern may also let queries see later keys of their own chunk, such as a video frame;
     each call then takes whole chunks, see `chunk`. Keys that no later query can see are evicted: with bounded look-back
-    the cache has at most about twice the visible keys, for any number of tokens. The first tokens set sizes, dtype and
-    device.
+    the cache does not grow with the number of tokens seen. The first tokens set sizes, dtype and device.
 
     Batch entries (samples) may be at different positions: `lengths` is the number of new tokens of each, `crop` takes
     a number for each, and `join` adds entries of another cache. Entries at different positions are computed one after
@@ -60,8 +59,8 @@ class KVCache:
     capacity: maximum number of keys of a batch entry, allocated with the first tokens; None to grow as needed.
     undo: number of tokens by which `crop` can go back from the furthest one seen. Keys that only the last `undo`
         tokens see are therefore not evicted yet.
-    scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
-        smaller calls are computed without an engine.
+    scale, engine, head_offset, num_heads_global: as in `attend`; calls with at most 16 tokens are computed without an
+        engine.
 
     A cache is for inference only; it is not differentiable. Raises ValueError or TypeError for a pattern whose
     look-ahead is not limited to chunks, for a pattern with run-time tensors or padding="zeros", and for tensors that do
@@ -148,7 +147,7 @@ class KVCache:
     def chunk(self) -> int:
         """Number of tokens in a chunk; no query sees a key after its chunk. It is 1 for a causal pattern.
 
-        It is the smallest chunk found in the first 2048 positions, or in two periods of the pattern if these are
+        It is the smallest chunk found in the first 2048 positions, or in about two periods of the pattern if these are
         longer, up to 32,768. Chunks begin at position 0, or after a shorter first piece. A call of `attend` may end at
         any position where none of its tokens sees a later key, such as the end of a chunk.
         """
@@ -192,8 +191,9 @@ class KVCache:
         score_mod: as in `flexdilated.attend`.
         sinks: a logit for each head, which adds a term exp(sink) to the softmax denominators; None adds no term.
 
-        Raises ValueError if a new token sees a key after the last new token of its batch entry (see `chunk`), or if the
-        keys exceed `capacity`. A call that raises changes nothing.
+        Raises ValueError if a new token sees a key after the last new token of its batch entry (see `chunk`), if the
+        keys exceed `capacity`, or if an input requires a gradient while gradients are enabled. A call that raises
+        changes nothing.
         """
         q, k, v = autocast(q, k, v)
         numbers = self._checked_lengths(q, k, v, lengths)
@@ -233,7 +233,8 @@ class KVCache:
 
         lengths: number of new tokens of each batch entry, as in `attend`.
 
-        Raises ValueError, and changes nothing, if the keys exceed `capacity`.
+        Raises ValueError, and changes nothing, if the keys exceed `capacity`, or if k or v requires a gradient while
+        gradients are enabled.
         """
         _, k, v = autocast(k, k, v)
         numbers = self._checked_lengths(None, k, v, lengths)
@@ -257,9 +258,9 @@ class KVCache:
 
         num_tokens: one number for all batch entries, or a tensor with a number for each.
 
-        Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token sees the key of a
-        removed one, and if queries from position num_tokens may see evicted keys. Going back at most `undo` tokens from
-        the furthest one seen always works at the end of a chunk.
+        Raises ValueError, and changes nothing, for more tokens than were seen, if it removes tokens and a remaining
+        one sees a key at position num_tokens or later, and if queries from position num_tokens may see evicted keys.
+        Going back at most `undo` tokens from the furthest one seen works at the end of a chunk.
         """
         seen = self._tokens_seen()
         if isinstance(num_tokens, Tensor):
@@ -332,8 +333,8 @@ class KVCache:
 
         entry: index of a batch entry, whose keys and values are returned with batch 1; None for the whole batch.
 
-        Raises ValueError before the first token, when sizes are unknown, and for the whole batch once entries were
-        given different lengths or crops, or were joined: they may then hold different tokens.
+        Raises ValueError before the first token, when sizes are unknown, for an entry out of range, and for the whole
+        batch once entries were given different lengths or crops, or were joined: they may then hold different tokens.
         """
         if not self._cohorts:
             raise ValueError("a cache that has seen no tokens holds no keys")
@@ -362,9 +363,9 @@ class KVCache:
 
         numbers: as from `_checked_lengths`.
 
-        A call changes these copies, and stores them at its end, so a call that raises changes nothing. They share the
-        buffers: appending writes only after the held keys, or to new buffers. Before the first tokens, the cohorts are
-        new and empty, one for each distinct number.
+        A call changes these copies, and stores them at its end, so a call that raises changes nothing. They may share
+        the buffers: appending writes only after the held keys, or to new buffers. Before the first tokens, the cohorts
+        are new and empty, one for each distinct number.
         """
         if self._cohorts:
             return [part for cohort in self._cohorts for part in cohort.split(numbers)]

@@ -43,7 +43,7 @@ class Reader:
     positions at which chunks end.
 
     Raises ValueError or TypeError for a pattern that has run-time tensors or padding='zeros', or whose look-ahead is
-    not limited to chunks.
+    not limited to chunks, and for invalid other arguments.
     """
 
     def __init__(

@@ -157,9 +157,9 @@ def attend(
         range of a shard (up to two in zigzag order) whole to every rank that needs a key of it; a rank holds at most
         two shards of other ranks at once. "auto" chooses by the bytes that the most loaded rank would receive and hold.
     codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token and head),
-        or "auto": the narrowest with relative error of each key and value vector within `error_bound`; to agree on it,
-        the ranks make at most one small collective in forward and backward each. Gradients are sent with at least 16
-        bits per number.
+        or "auto": the narrowest that surely keeps the relative error of each vector within `error_bound`; to agree on
+        it, the ranks make at most one small collective in forward and backward each. Gradients are sent with at least
+        16 bits per number.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
     dropout_p: as in `flexdilated.attend`. Every rank draws a seed from its generator, and all ranks use the seed of
         rank 0, sent by one broadcast of 8 bytes; the dropped pairs are those of one device with that seed.
@@ -174,9 +174,9 @@ def attend(
     Gradients of sinks, of a scale and of tensors that score_mod captures are those of this rank's queries only: sum
     them over the ranks. A rank without tokens has no gradient (None) of captured tensors.
 
-    Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
-    arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs. (NCCL's
-    waits do not block by default; then its watchdog ends the process instead.)
+    Raises ValueError or TypeError for invalid arguments, and ValueError on all ranks if their arguments differ;
+    torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs. (NCCL's waits do not block
+    by default; then its watchdog ends the process instead.)
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.distributed.attend(q, k, v, masks.causal(), mesh=mesh).shape  # this rank's tokens

@@ -70,7 +70,7 @@ class ExchangePlan:
 
         num_heads, num_kv_heads, head_offset, num_heads_global: as in `KVNeeds.of`.
 
-        Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+        Raises ValueError if the pattern does not fit the heads or tokens, or has unresolved run-time tensors.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 

@@ -93,9 +93,9 @@ def attend_heads(
     """Compute attention over a sequence sharded by `sharding`, where each of W ranks computes H / W heads.
 
     q, k, v are this rank's tokens; returns their output (B, H, L, E), for v of head dim E, or, if return_lse is True,
-    (output, lse). A first all-to-all sends q, k and v, so that each rank has its heads for the whole sequence, and any
-    pattern and engine can be used. A second sends the output back to the ranks that hold the queries, and a third the
-    lse, if it is needed. The load is balanced if the rules of the heads have equal work.
+    (output, lse). A first all-to-all sends q, k and v, so that each rank has its heads for the whole sequence.
+    A second sends the output back to the ranks that hold the queries, and a third the lse, if it is needed. The load is
+    balanced if the rules of the heads have equal work.
 
     bindings, dropout_p: as in `distributed.attend`.
     sinks: for all heads of q. Gradients of sinks, of a scale and of tensors that score_mod captures must be summed over

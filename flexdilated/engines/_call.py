@@ -121,6 +121,8 @@ class Call(NamedTuple):
 
         The values are read in every call and not cached: neither identity nor version shows every write to a tensor
         (collectives, `.data`, NumPy and third-party kernels do not increment the version).
+
+        Raises TypeError or ValueError for a tensor that does not fit.
         """
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
@@ -131,7 +133,7 @@ class Call(NamedTuple):
         bindings: these tensors, sorted by name.
 
         The cache is keyed by their contents. It is used if all tensors are on the CPU and have at most 16 KiB
-        together: for larger ones, the key would take longer than `rules`.
+        together.
         """
         if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)
@@ -181,8 +183,8 @@ class Call(NamedTuple):
 
         device: its type is used, its index is not.
         allowed: kinds of terms that the engine can run.
-        choice: options for the planner to use; None for the options of lowest predicted cost. A call with a placement
-            ignores it.
+        choice: options to use if the pattern has all of them; None for the options of lowest predicted cost. A call
+            with a placement ignores it.
         operands: sizes of the tensors; None for the device's usual sizes.
         """
         how: dict[str, Any] = {"device": device, "allowed": allowed, "operands": operands}

@@ -1,6 +1,6 @@
 """Attention dropout: a pair is kept or dropped by a hash of a seed, branch, batch entry, head and positions.
 
-All engines, layouts and chunks therefore drop the same pairs, and a backward finds them again without a stored mask.
+The dropped pairs therefore depend on no engine, layout or chunk, and a backward finds them again without a stored mask.
 """
 
 from __future__ import annotations

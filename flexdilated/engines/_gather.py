@@ -189,7 +189,7 @@ class PickedSide:
         return self.index.nbytes
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Return the tokens of x in all slots of the term, in a new tensor."""
+        """Return the tokens of x in all slots of the side, in a new tensor."""
         taken = [few.index_select(2, index) for few, index, _ in self._head_views(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
@@ -300,8 +300,8 @@ def merge_(
 
     lse, part_lse: natural log-sum-exp of the scores.
 
-    A key that is in both counts twice. The part's share is sigmoid(part_lse - lse), which neither overflows nor
-    divides. Rows with part_lse -inf do not change; rows without keys keep output 0 and lse -inf.
+    A key that is in both counts twice. Rows with part_lse -inf do not change; rows without keys keep output 0 and lse
+    -inf.
 
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """

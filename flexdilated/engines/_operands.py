@@ -2,7 +2,7 @@
 
 Hidden slots are queries of a term that see no key, and keys that no query sees; their values must not affect a result.
 Kernels compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a key
-that only some queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
+that only some queries of its block see can still spread to other rows of the block.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ _SLOTS_AT_ONCE = 1 << 18  # most slots of which bounds are computed at once
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     """Return x if its vectors (last dim) are contiguous in memory and neighbours (dim -2) do not overlap, else a copy.
 
-    Kernels rely on both, and few of them check. Vectors are not contiguous after `transpose`, `stack(..., -1)`,
-    `expand` or a slice with a step along the channels; tokens overlap after `unfold` or `expand`. Heads and batch
-    entries may overlap. A negative view is resolved.
+    Heads and batch entries may overlap. A negative view is resolved, into a copy.
     """
     x = x.resolve_neg()
     if x.is_contiguous():  # the usual case, and the quickest to check

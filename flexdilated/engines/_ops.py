@@ -83,7 +83,7 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
       batched by vmap, or need a gradient inside `torch.func`.
     * A list argument may be None, as AOTInductor packages pass it for an empty list, unless it is the op's first
       argument, by which torch finds the kernel. If such a list has a tensor batched by vmap, torch fails with an error
-      of its own before this check, so callers check these lists.
+      of its own before this check, so callers must check these lists.
 
     name: with the namespace, such as "flexdilated::aten".
     """

@@ -256,6 +256,8 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Te
 class RuleHeads:
     """One rule and the query heads of this device that have it.
 
+    heads: indices among the query heads of this device.
+
     A pair counts exp(log_weight) times.
     """
 
@@ -297,6 +299,7 @@ def group_heads(
     The heads of a group have one rule, with equally many query heads for each key/value head.
 
     branches: the rules of each branch, from `branch_rules`.
+    device: of index tensors, `HeadGroup.query_heads`.
     """
     return tuple(
         tuple(group for rule in rules for group in _groups_of_rule(rule, num_heads, num_kv_heads, device))

@@ -35,7 +35,7 @@ def run(
     call: pattern and sizes.
 
     The lse may be None without features.return_lse. Without queries, keys or batch entries, out is 0 and lse is -inf,
-    or the sinks if there are any. Raises ValueError for an unknown engine.
+    or the sinks if there are any. Otherwise raises ValueError for an unknown engine.
     """
     if 0 in q.shape or 0 in k.shape:
         return without_keys(q, k, v, features.sinks)

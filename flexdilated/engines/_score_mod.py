@@ -52,9 +52,9 @@ def fixed_score_mod(score_mod: ScoreMod | None, dtype: torch.dtype, device: torc
 
     dtype, device: of the scores.
 
-    Raises TypeError or ValueError if the score_mod does not return one score, converts a score to a Python value, or
-    writes to a tensor that it captured. In a graph, only the returned function raises, for a result that is not one
-    score.
+    Raises TypeError or ValueError if the score_mod does not return one score or cannot be recorded, as when it converts
+    a score to a Python value or writes to a tensor that it captured, and any error that the score_mod raises. In a
+    graph, only the returned function raises, for a result that is not one score.
     """
     if score_mod is None or isinstance(score_mod, Recorded):
         return score_mod
@@ -175,7 +175,7 @@ def _replace_hidden_pairs(
 
 
 def index_map_of(term: Term, device: torch.device) -> IndexMap:
-    """Return the map from a term's kernel indices to global heads and positions, in the form of least memory.
+    """Return the map from a term's kernel indices to global heads and positions, with its tensors on this device.
 
     A slot without a token is mapped to the position of some token.
     """
@@ -271,9 +271,9 @@ def at_offsets(
 def function_key(x: object, depth: int = 4) -> Hashable:
     """Return a hashable key of x; that of a function has its code, and the keys of its captured and default values.
 
-    Numbers, strings, bytes, ranges, dtypes, devices and patterns count by type and value, as they are constants of a
-    traced graph. Functions, lists, tuples, dicts and sets count by their contents, up to `depth` levels deep. Deeper
-    ones, tensors and other objects, which may hold tensors, count by type alone.
+    Python numbers, strings, bytes, ranges, dtypes, devices and patterns count by type and value, as they are constants
+    of a traced graph. Functions, lists, tuples, dicts and sets count by their contents, up to `depth` levels deep.
+    Deeper ones, tensors and other objects, which may hold tensors, count by type alone.
     """
     if isinstance(x, float | complex):
         return type(x), repr(x)  # 0.0 equals -0.0, and NaN not itself

@@ -35,5 +35,5 @@ def measured_choice(call: Call, q: Tensor) -> Choice | None:
 
 
 def num_measured() -> int:
-    """Return the number of calls with a measured result."""
+    """Return the number of `results`."""
     return len(results)

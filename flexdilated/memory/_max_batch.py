@@ -66,10 +66,10 @@ def max_batch(
 
     The smaller probe first runs unmeasured, because first steps create optimizer states, plans and compiled code. Then
     both probes are measured. The line through them, peak = a + b * n, predicts the largest n that fits, and a real step
-    verifies it; no larger n is tried. If that step does not fit, the midpoint to the largest step that fitted is tried,
-    and so on by bisection. If memory does not grow between the probes, or the larger one was not run or ran out of
-    memory, the first step after the probes has the largest n that they do not exclude. For lengths, choose probes
-    longer than the pattern's segments, from where memory grows in proportion to the tokens.
+    verifies it; no larger n is tried after that. If that step does not fit, the midpoint to the largest step that
+    fitted is tried, and so on by bisection. If memory does not grow between the probes, or the larger one was not run
+    or ran out of memory, the first step after the probes has the largest n that they do not exclude. For lengths,
+    choose probes longer than the pattern's segments, from where memory grows in proportion to the tokens.
 
     step: runs one whole step for n, such as forward, backward and the optimizer's; its result is dropped. It must leave
         no memory behind that grows with n, and take any n up to `most`.
@@ -160,8 +160,8 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
 def _peak_bytes(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
     """Return the peak bytes of this process during step(n), bytes held before included; None if memory runs out.
 
-    On CPU the peak is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current
-    value. Raises ValueError where that is not possible.
+    On CUDA the peak is that of tensors. On CPU it is Linux's high-water mark of resident memory: writing 5 to
+    clear_refs resets it to the current value. Raises ValueError where that is not possible.
     """
     is_cuda, found = device_kind(device).is_cuda, None
     if is_cuda:

@@ -87,10 +87,9 @@ class LiveBytes(TorchDispatchMode):
     held: tensors that are counted from the start.
     hidden: bytes that operators allocate inside their kernels, by operator; they are not counted otherwise.
 
-    Attribute `live` has the bytes alive now, `peak` the most alive at once since the start or `restart`. On tensors of
-    device "meta", which have sizes and no memory, the counts are those of a run on CPU. An operation may mix such
-    tensors with tensors that have values, and then runs on "meta". Results of empty_like with device="meta" are not
-    counted.
+    Attribute `live` has the bytes alive now, `peak` the most alive at once since the start or `restart`. Tensors of
+    device "meta", which have sizes and no memory, count by their sizes. An operation may mix such tensors with tensors
+    that have values, and then runs on "meta". Results of empty_like with device="meta" are not counted.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, KernelBytes] | None = None) -> None:
@@ -219,7 +218,8 @@ class AttentionMemory:
     inference_peak: peak of a forward that keeps nothing.
     forward_peak: peak of a forward in training.
     backward_peak: peak of the backward, which gets the gradient of out and returns dq, dk and dv.
-    tables: the plan's block and index tables, which stay in the cache and are not in the peaks.
+    tables: the plan's block and index tables, which stay in the cache and are not in the peaks; an estimate for engine
+        "aten", and 0 there if the plan has a table of chosen keys or blocks.
     """
 
     queries: int
@@ -266,7 +266,7 @@ def attention_memory(
     score_mod: ScoreMod | None = None,
     planned: Plan | None = None,
 ) -> AttentionMemory:
-    """Predict the memory of `attend` on a kind of device, such as "cpu", without computing anything.
+    """Predict the memory of `attend` on a kind of device, such as "cpu", without computing attention.
 
     Up to 1,048,576 tokens it plans the call and counts the bytes that are alive: for aten and portable in a run of the
     engine on meta tensors, for flex by the allocations of its compiled program. For more tokens it extrapolates
@@ -528,7 +528,7 @@ def _step_on_meta(step: FlexStep) -> FlexStep:
 
 
 def _with_few_steps(program: Program, key_bytes: int) -> Program:
-    """Return a shorter program with an equal memory peak: at most three steps of each kind, with fewer problems.
+    """Return a shorter program of about equal memory peak: at most three steps of each kind, with fewer problems.
 
     A step frees its memory before the next one, so more steps of a kind add nothing. A step computes its attention
     problems (query range, key range) in chunks of bounded memory, so a few problems suffice.

@@ -55,13 +55,13 @@ _DILATED_HOW = (
 class BlockSparseAttention(nn.Module):
     """Attention over the pairs that `pattern` allows: (q, k, v) -> out.
 
-    The module stores its pattern and nothing computed from it for given sizes, so it takes inputs of any length, except
-    with a `sharding`, and can be pickled, copied and moved like any module. The attribute `pattern` may be read.
+    The module stores its pattern and nothing computed from it for given sizes, so it takes inputs of any length that
+    the pattern allows, except with a `sharding`. The attribute `pattern` may be read.
 
     pattern: a pattern or mixture; run-time tensors that it only names are passed to the call as `bindings`.
     dropout: probability of dropping an attention weight, in training.
     sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
-        exp(sink) to every softmax denominator.
+        exp(sink) to the head's softmax denominators.
     num_heads: number of query heads; required with sinks=True, else None.
     scale: factor on the scores, a number; None: 1 / sqrt(D).
     enable_gqa, engine, block_size, autotune: as in `attend`; autotune must be False with a mesh.
@@ -286,6 +286,8 @@ class RingDilatedAttention(BlockSparseAttention):
 
     mesh, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
 
+    Raises TypeError without a mesh, and ValueError for schedule="heads".
+
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.RingDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens
     torch.Size([1, 4, 256, 64])
@@ -326,9 +328,11 @@ class HeadParallelDilatedAttention(BlockSparseAttention):
     An all-to-all before attention gives each rank all tokens of some heads; one after it returns the outputs, so that
     each rank has all heads of its own tokens. The number of query heads must be a multiple of the number of ranks;
     there may be fewer key/value heads, which are sent to every rank that reads them. Dilation offsets depend on the
-    global head, so the result does not depend on the number of ranks.
+    global head, not on the number of ranks.
 
     mesh, sharding: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
+
+    Raises TypeError without a mesh.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.HeadParallelDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens

@@ -50,10 +50,8 @@ class LongNetBackbone(Pretrained):
     """Stack of blocks with sparse attention: tokens (B, N), or embedded inputs (B, N, E), -> features (B, N, E).
 
     Each block attends by the configuration's branches or pattern, or, in layers of `config.selection`, chooses its
-    keys. With branches, cost grows linearly with the number of tokens. With segment lengths and rates that grow
-    geometrically, the path between any two tokens of a segment has a length logarithmic in the segment length. Only
-    learned positions, xPos and the pattern limit the number of tokens. `config.layout` may permute the tokens inside
-    the model.
+    keys. With branches, cost grows linearly with the number of tokens. Learned positions, xPos, the pattern or a
+    `sharding` may limit the number of tokens. `config.layout` may permute the tokens inside the model.
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
@@ -189,7 +187,7 @@ class LongNetBackbone(Pretrained):
 
         capacity: maximum number of keys in each cache, as in `KVCache`; None to grow as needed.
 
-        Raises ValueError for a model over ranks.
+        Raises ValueError for a model over ranks, and as `KVCache` and `SelectedAttention.cache` do.
         """
         self._check_one_rank("new_caches")
         heads, engine = self.config.num_heads, self.config.engine
@@ -310,7 +308,7 @@ class LongNetBackbone(Pretrained):
         return F.dropout(x, self.config.dropout, self.training)
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """Return the permutation of the num_tokens tokens of a call without caches; None for the natural order."""
+        """Return the permutation of the num_tokens tokens of a call without caches; None keeps the natural order."""
         if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":

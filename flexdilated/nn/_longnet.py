@@ -99,7 +99,8 @@ class LongNet(LongNetBackbone):
         memory, memory_padding_mask: as in `forward`.
 
         Raises ValueError or TypeError, before any token is drawn, for a model that is not causal, has no vocabulary or
-        has a mesh, for an empty prompt, for more tokens than the model has positions, and for invalid values.
+        has a mesh, for a pattern that `KVCache` does not take, for an empty prompt, for more tokens than the model has
+        positions, and for invalid values.
         """
         if self.config.vocab_size is None or not self.config.causal:
             raise ValueError(
@@ -206,6 +207,7 @@ class LongNetEncoderDecoder(Pretrained):
         self-attention of each uses the branches or the pattern of its own configuration, without run-time tensors; in
         cross-attention every token of the decoder attends to all tokens of the encoder that are not padding.
 
+    Raises TypeError or ValueError for other configurations.
     Source: Attention Is All You Need, arXiv 1706.03762, section 3.2.3.
 
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}

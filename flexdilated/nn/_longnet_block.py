@@ -284,6 +284,8 @@ def rotary_factors(
 ) -> RotaryFactors | None:
     """Return rotary and xPos factors at these positions; None for a model with neither.
 
+    dtype: of the features.
+
     xPos multiplies queries by ζ^(n/s - c) and divides keys by it, where ζ < 1 is a factor of each pair of channels, n
     the position, s `xpos_scale`, and c = 63 a shift that cancels in scores and keeps the powers in float32's range.
     Source: xPos, arXiv 2212.10554, section 2.

@@ -158,11 +158,12 @@ class LongNetConfig:
     drop_path: probability that a sequence skips a half of the last block, in training; it rises linearly from 0 in the
         first block (arXiv 1603.09382), so it has no effect with depth 1.
     tie_embeddings: True makes the output projection the transposed token embedding.
-    layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
-        one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
-        order with the lower predicted cost on the device, for a sequence of the longest segment length, or of 8,192
-        tokens with `pattern`; but the natural order for a pattern with run-time tensors or a limited number of tokens.
-        With caches, a mesh or a selection the order is natural; "residue" with a mesh or a selection is an error.
+    layout: order of the tokens inside the model; its output is in the order of its input. "natural": unchanged;
+        "residue": one permutation at the input and its inverse at the output, under which dilated branches are dense;
+        "auto": the order with the lower predicted cost on the device, for a sequence of the longest segment length, or
+        of 8,192 tokens with `pattern`; but the natural order for a pattern with run-time tensors or a limited number of
+        tokens. With caches, a mesh or a selection the order is natural; "residue" with a mesh or a selection is an
+        error.
     checkpoint: True keeps only the blocks' inputs for the backward, which runs each block again; without caches only.
     engine: as in `attend`.
     selection: layers that choose their keys from the data, not by the branches, as `SelectedLayers` or a mapping of its
@@ -337,7 +338,10 @@ class LongNetConfig:
 
 
 def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
-    """Return a pattern unchanged, or read it from an expression or JSON. Raises TypeError for other values."""
+    """Return a pattern unchanged, or read it from an expression or JSON.
+
+    Raises ValueError for text of no pattern, and TypeError for other values.
+    """
     if isinstance(pattern, str):
         return masks.from_json(pattern) if pattern.lstrip().startswith("{") else masks.parse(pattern)
     require_expression(pattern)
@@ -347,7 +351,7 @@ def _pattern_of(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
 def _pattern_json(pattern: Pattern | Mixture | str) -> str:
     """Return a pattern, or its text, as JSON.
 
-    Raises ValueError if it holds tensors, TypeError if it has custom functions.
+    Raises ValueError if it holds tensors, TypeError if it has custom functions, and as `_pattern_of`.
     """
     read = _pattern_of(pattern)
     if held := read.given_tensors():

@@ -77,8 +77,8 @@ class Pretrained(nn.Module):
         options: further constructor arguments, such as a mesh.
 
         Raises FileNotFoundError for a folder without the two files; ValueError for a folder of another model class, for
-        a configuration that this version does not know, and for weights that are missing, unknown or of another shape,
-        all of which the error names; ImportError without safetensors.
+        a configuration that this version does not know, and for weights that are missing, unknown or of another shape;
+        ImportError without safetensors.
         """
         store, place = _safetensors(), Path(folder)
         for name in (_CONFIG, _WEIGHTS):
@@ -126,7 +126,7 @@ def _config_from(data: dict[str, Any], path: Path) -> LongNetConfig:
 
 
 def _check_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError if weights are missing, unknown to the model, or of another shape; the error names them all.
+    """Raise ValueError if weights are missing, unknown to the model, or of another shape; the error names them.
 
     If all names have a prefix that the model's names lack, the error names that prefix instead.
     """

@@ -60,7 +60,7 @@ def attention_received(
     queries with keys, less the share of sinks and of zero keys (of padding="zeros"), which the lse includes. If the lse
     covers more keys than k, the result is the share of the keys in k.
 
-    Uses as much memory as a backward pass of the engine; only engine="reference" makes an N x M matrix. The result is
+    Uses about as much memory as a backward pass of the engine; "reference" makes an N x M matrix. The result is
     float32, or float64 for float64 inputs, and has no gradient. Half-precision inputs are computed in float32 on CPU;
     on accelerators engine="flex" rounds the result for them to half precision.
 

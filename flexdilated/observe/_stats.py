@@ -27,7 +27,7 @@ class PoolStats:
 
     device: "any" for a pool that serves all devices.
     threshold_bytes: size of the smallest tensor that it leases; None if it leases none.
-    budget_bytes: bound on the memory of all buffers; None for no bound.
+    budget_bytes: memory of all buffers above which idle ones are freed; None: no budget.
     allocated_bytes: of all buffers, leased and idle.
     peak_bytes: largest value of allocated_bytes.
     leased_bytes: requested by open leases.

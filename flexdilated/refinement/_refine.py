@@ -60,8 +60,9 @@ def refine(
     within and keep are evaluated for R and C whole blocks of the list's size. If any block moved, cache entries of the
     old pattern, and of all patterns that contain it, are dropped: `masks.cache().forget(pattern)`.
 
-    Raises TypeError for a pattern of another kind, and ValueError unless it has one table per head, for tensors of
-    other shapes, not of floating point or with NaN, and for patterns that do not fit this number of heads and tokens.
+    Raises TypeError or ValueError for a pattern of another kind or without one table per head, for importance and
+    scores that are no tensors of equal shape for its blocks, not of floating point or with NaN, and for within and keep
+    that do not fit this number of heads and tokens.
 
     >>> listed = masks.block_list([[[0], [0, 1], [0, 1, 2]]], block=64)  # one head
     >>> importance = torch.tensor([[[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.2, 0.7]]])

@@ -211,8 +211,8 @@ def _top_and_sum(scores: Tensor, where: Tensor) -> tuple[Float[Tensor, "*rows 1"
 def _distinct_scores(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
     """Return float64 sort keys: larger for a larger score in float32, and among equal scores for a lower id.
 
-    NaN and -inf count as the least finite float32. Sort keys of a row are distinct if its ids are distinct, and at
-    least 0 and below 2^29.
+    NaN and -inf count as the least finite float32, inf as the greatest. Sort keys of a row are distinct if its ids are
+    distinct, and at least 0 and below 2^29.
     """
     # `topk` promises no order among equal numbers, so a choice among ties could depend on the values of other rows.
     most = torch.finfo(torch.float32).max

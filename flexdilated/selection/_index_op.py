@@ -119,7 +119,8 @@ def index_loss(
     teacher_q (B, H, N, D), teacher_k (B, G, M, D): queries and keys of the attention.
     table: (B, 1, N, L), the keys of each query, padded with -1; None for all that the pattern allows.
 
-    Other arguments are as in `index_keys`; the call's `scale` is that of the attention.
+    Other arguments are as in `index_keys`; the call's `scale` is that of the attention. Raises the ValueError of
+    `_comparisons`.
     """
     call, teacher = SelectionCall.of(constants, q_offset), _with_key_heads_first(teacher_q, teacher_k)
     total, number = q.new_zeros((), dtype=sum_dtype(q)), torch.zeros((), dtype=torch.int64, device=q.device)

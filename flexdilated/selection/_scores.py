@@ -106,7 +106,7 @@ _MOST_ELEMENTS = 1 << 21  # largest number of elements of an intermediate tensor
 
 
 def pools_for(scorer: str, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
-    """Return the pooled keys of each block that a named scorer needs: (mean,), (minimum, maximum), or ()."""
+    """Return the pooled keys of each block: (mean,) for scorer "mean", (minimum, maximum) for "minmax", else ()."""
     if scorer == "mean":
         return (mean_of(k, block),)
     return extrema_of(k, block) if scorer == "minmax" else ()

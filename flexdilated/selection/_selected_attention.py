@@ -49,10 +49,10 @@ class SelectedAttention(nn.Module):
     engine: as in `attend`.
     mesh: ranks over which the sequence is sharded, a DeviceMesh of one dimension. q, k, v and the output are then this
         rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order). The
-        choice equals the choice of a single rank with all tokens. Keys and values are all-gathered; the backward
-        returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a query block
-        starts, and a module must score each block and query block independently, as in a cache. bindings and `within`
-        are for the whole sequence.
+        choice is that of a single rank with all tokens, up to rounding of the scores. Keys and values are all-gathered;
+        the backward returns their gradients to their ranks. Each contiguous run of a rank's positions must start where
+        a query block starts, of a coarse selector, too, and a module must score each block and query block
+        independently, as in a cache. bindings and `within` are for the whole sequence.
 
     With "bias", the weight of key j for query i is proportional to exp(scale * q_i · k_j + bias_ij), over the pairs of
     (chosen | always) & within. bias_ij is the score of j's block for i's query block, in the table of the head, if the
@@ -123,8 +123,8 @@ class SelectedAttention(nn.Module):
             fields are for the query blocks of this rank's tokens, in the order of these tokens.
 
         Raises ValueError or TypeError for inputs that do not fit together, as the selector does. With a mesh it raises
-        on all ranks, before any communication of tensors, if their calls differ, or if a contiguous run of a rank's
-        positions begins within a query block.
+        on all ranks, before any communication of tensors, if the settings of their calls differ, or if a contiguous run
+        of a rank's positions begins within a query block.
         """
         q, k, v = autocast(q, k, v)
         runs = self._runs(q, k, v, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
@@ -234,7 +234,7 @@ class SelectedAttention(nn.Module):
         all key blocks; a step recomputes only the pool of the block to which it appends keys. `attend` takes chunks of
         any size. A chunk may begin within a query block, and then uses the choice of the block's first query. `crop`
         accepts any position except one inside a query block, of the selector or of a coarse one, that is not the last.
-        A module that scores must score each block and query block independently, from the pools alone.
+        A module that scores must score each block for each query block independently of the others.
 
         num_heads: query heads.
         capacity: as in `KVCache`.
@@ -242,7 +242,8 @@ class SelectedAttention(nn.Module):
 
         Raises ValueError with a mesh, for a selector with future_in_choice=True, with run-time tensors or with a
         `within` that is not causal, and for a selector with a scorer module unless `always` covers each query's own
-        block: a module scores whole blocks, and that block is still incomplete.
+        block: a module scores whole blocks, and that block is still incomplete. Other arguments that do not fit raise
+        TypeError or ValueError.
 
         >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
         >>> cache = fd.SelectedAttention(selector).cache(num_heads=4)
@@ -374,7 +375,8 @@ def runs_of_rank(
     """Return the `QueryRuns` of this rank's queries in a call with a mesh, after checking the call.
 
     The checks exchange the settings of the call, but no tensors. Raises ValueError on all ranks if these settings
-    differ or a run of any rank begins within a query block, and for a q_offset other than 0.
+    differ or a run of any rank begins within a query block. A q_offset other than 0, and tensors that are not shards of
+    this rank, raise ValueError or TypeError.
     """
     from ..distributed.group import check_shards
 

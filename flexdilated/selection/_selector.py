@@ -57,7 +57,8 @@ class BlockSelector(nn.Module):
     """Scores key blocks for each query block, and chooses some: (q, k) -> Selection.
 
     The attention that uses the choice is over (chosen | always) & within. A block is a candidate for a query block if
-    the query block has a pair there that `within` allows and `always` does not; `choose` chooses among candidates only.
+    the query block (with query_summary="first" its first query) has a pair there that `within` allows and `always` does
+    not, unless a module or `coarse` excludes the block; `choose` chooses among candidates only.
 
     block, query_block: tokens of a key block, and of a query block, from position 0.
     scorer: name of a score, or a module. "mean": q · mean(K) of the block (MoBA, arXiv 2502.13189). "minmax": sum_d
@@ -83,8 +84,8 @@ class BlockSelector(nn.Module):
         a key, or with "mass" and "antidiagonal" the mean of their shares; the query block sees every key that one of
         them sees. "first": its first query; the query block sees the keys of this query. With a causal `within`, "mean"
         leaks later queries into the choice of earlier ones, and needs future_in_choice=True.
-    future_in_choice: allow "mean" with a causal `within`. For prefill: q and k must not require a gradient, a choice
-        depends on later tokens of its query block, and decoding would choose other blocks.
+    future_in_choice: allow "mean" with a causal `within`. For prefill: under autograd q and k must not require a
+        gradient, a choice depends on later tokens of its query block, and decoding would choose other blocks.
     stride: size of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
 
     Keys that tie for a minimum or maximum of a pool share its gradient equally.
@@ -155,15 +156,15 @@ class BlockSelector(nn.Module):
         Query i has position q_offset + i, key j position j; query head h reads key/value head h // (H / G).
 
         scale: factor on the scores, as in `attend`, 1 / sqrt(D) by default; a module's scores are not scaled.
-        bindings: the run-time tensors that the patterns of this selector and of its coarse selector name but do not
+        bindings: the run-time tensors that `within`, `always` and the patterns of a coarse selector name but do not
             carry.
         within: a set pattern for this call, intersected with the selector's `within`, such as the padding of a batch.
 
         A query block that begins before q_offset is scored by its queries in this call only: pass whole query blocks if
         chunks of a sequence must choose as the whole sequence does.
 
-        Raises ValueError or TypeError for inputs that do not fit together: q, k, q_offset and scale are checked before
-        any work, `bindings` after a coarse selector has chosen, and the scores of a module when it has returned them.
+        Raises ValueError or TypeError for inputs, or scores of a module, that do not fit together, and ValueError for a
+        call that `future_in_choice` rules out.
         """
         check_tensors(q, k, k, enable_gqa=True)
         require_int("q_offset", q_offset, minimum=0)
@@ -202,8 +203,8 @@ class BlockSelector(nn.Module):
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
         """Return (blocks chosen by the coarse selector, run-time tensors, other arguments) of a call.
 
-        The blocks are None without a coarse selector. The run-time tensors are those of this selector's patterns, not
-        of its coarse selector's, sorted by name.
+        The blocks are None without a coarse selector. The run-time tensors are the result of `run_time_tensors` for
+        this selector's patterns, not its coarse selector's.
 
         bindings, within: as in `forward`.
         """

@@ -113,7 +113,7 @@ def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixtur
     """Compare an attention module with dense attention over the pairs of a pattern; return a report.
 
     Raises AssertionError with the report if a check fails. The arguments are those of `examine_attention_module`, which
-    returns the report in any case.
+    returns the report also if a check fails.
 
     >>> report = testing.check_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['coverage', 'causality']
@@ -149,7 +149,7 @@ def examine_attention_module(
     pattern: the pairs that the module should compute. Scores must be scaled by 1 / sqrt(D), and query head h must read
         key/value head h // (H / G).
     num_heads, num_kv_heads, head_dim: H, G (None: H) and D of the tensors.
-    max_tokens, examples: the module is called at up to `examples` lengths of up to `max_tokens` tokens: small ones,
+    max_tokens, examples: the module is tested at up to `examples` lengths of up to `max_tokens` tokens: small ones,
         lengths near multiples of the pattern's segment lengths, strides and windows, 64, 65, 128, 129 and so on.
         max_tokens=None: up to 40 tokens, and in the checks "agreement" and "half precision" also a few lengths up to
         257, listed in the report.
@@ -157,7 +157,8 @@ def examine_attention_module(
     calls: how to call the module; None for `Calls()`, as module(q, k, v).
     checks: names of the checks to run, None for all `MODULE_CHECKS`.
     skip: names of checks to omit.
-    dtype, device: of the test tensors and, for an `nn.Module`, of its parameters.
+    dtype, device: of the test tensors and, for an `nn.Module`, of its parameters; the check "half precision" has its
+        own dtypes.
     seed: of the random values.
 
     A check stops at the first failing call; unless `lengths` is given, most checks then search for a shorter failing

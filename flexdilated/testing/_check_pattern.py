@@ -45,8 +45,8 @@ def check_pattern(
 
     For each of eight combinations of query step and key step, `examples` random boxes are drawn from `seed`.
 
-    Raises AssertionError with a counterexample, the smallest found for bounds and block lists; ValueError if the
-    pattern does not fit `num_heads`, has a table that ends before `max_tokens`, or has run-time tensors.
+    Raises AssertionError with a counterexample, the smallest found for bounds and block lists; TypeError or ValueError
+    for arguments that do not fit, such as a pattern with run-time tensors or a table that ends before `max_tokens`.
 
     >>> testing.check_pattern(masks.strided(4) & masks.causal(), examples=5)
     """
@@ -284,8 +284,8 @@ def _shrunk_box(dense: DenseRule, place: BoxRanges) -> BoxRanges:
 def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[tuple[Box, Tensor]]:
     """Yield (boxes, number of allowed pairs of each): all square blocks of sizes 1, 2, 4, ..., then random boxes.
 
-    For each pair of steps in _STEPS there are `examples` random boxes. A quarter of their progressions start at
-    position 0, and a quarter extend as far as their step allows.
+    For each pair of steps in _STEPS there are `examples` random boxes. About a quarter of their progressions start at
+    position 0, and about a quarter extend as far as their step allows.
     """
     tokens, heads, side = dense.num_tokens, dense.num_heads, 1
     while side <= tokens:

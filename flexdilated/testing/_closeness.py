@@ -61,8 +61,9 @@ def assert_attention_close(
     margin: factor on the error budgets.
 
     The other arguments are those of `attend`, with numbers as scale and offsets; k and v are (B, G, M, D), where G
-    divides H. Memory for all N x M pairs is needed, so use small inputs. The error shows the first wrong row, and the
-    keys that branches of the pattern allow in it; for a gradient of k or v, the queries that see its key.
+    divides H. Memory for all N x M pairs is needed, so use small inputs. The error for wrong numbers shows the first
+    wrong row, and the keys that branches of the pattern allow in it; for a gradient of k or v, the queries that see its
+    key. Arguments that do not fit together raise TypeError or ValueError.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())
@@ -202,12 +203,12 @@ def _runs_text(positions: Sequence[int]) -> str:
 
 
 def number_text(x: Tensor | float) -> str:
-    """Return a number as text, with five significant digits."""
+    """Return a number as text, with up to five significant digits."""
     return f"{x.detach().item() if isinstance(x, Tensor) else x:.5g}"
 
 
 def error_text(x: Tensor) -> str:
-    """Return an error as text, with two significant digits."""
+    """Return an error as text, with up to two significant digits."""
     return f"{x.detach().item():.2g}"
 
 
@@ -246,7 +247,7 @@ class DenseAttention:
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> DenseAttention:
-        """Return an instance for these arguments of `attend`; raises the errors of `attend` for invalid ones."""
+        """Return an instance for these arguments of `attend`; raises TypeError or ValueError if they do not fit."""
         require_expression(pattern)
         check_tensors(q, k, v, enable_gqa=True)
         check_sinks(sinks, q)
@@ -353,8 +354,8 @@ def expected(
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
     """Return fixed pseudo-random float64 gradients of (out, lse), in their shapes, from which a backward starts.
 
-    They are multiples of 1/16, exact in every dtype. The cotangents of lse are 0 in rows without keys, and all 0
-    without `through_lse`.
+    They are multiples of 1/16, exact in every dtype of `attend`. The cotangents of lse are 0 where lse is -inf, and all
+    0 without `through_lse`.
     """
     generator = torch.Generator("cpu").manual_seed(1)
     drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))

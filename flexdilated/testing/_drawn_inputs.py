@@ -90,7 +90,7 @@ def attention_sizes(
     self_attention: bool = True,
     all_heads: bool = True,
 ) -> AttentionSizes:
-    """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. All sizes shrink towards 1.
+    """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. Drawn sizes shrink towards 1.
 
     around, blocks: as in `lengths`, for the numbers of queries and of keys.
     num_heads: fixed number of heads on all devices; None: any up to max_heads.
@@ -148,7 +148,7 @@ def tensors(
     values: Sequence[str] = _VALUES,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Strategy for tensors of this shape on the CPU, finite in `dtype`.
+    """Strategy for tensors of this shape and dtype on the CPU.
 
     values: kinds to draw from, in order of simplicity: "ordinary" (normal), "ties" (-1, 0 and 1), "zeros" (0.0 and
         -0.0), "large" (times 100), "tiny" (times 1e-4) and "one far above" (one element is 1e4).
@@ -192,7 +192,7 @@ def attention_inputs(
 
     Each tensor has its own kind of values, drawn from `values` as in `tensors`, and its own memory layout, drawn from
     `layouts`, names for `flexdilated.testing.laid_out`. Both shrink towards the first. All three tensors come from one
-    seed, so they differ even when shrunk.
+    seed.
     """
     _require_kinds(values)
     seed = draw(_SEEDS)

@@ -17,8 +17,8 @@ from ..masks import EMPTY, FULL, PARTIAL, Pattern, custom
 from ..masks.core import require_bool, require_int
 from ._drawn_inputs import AttentionSizes, any_of, document_ids
 
-# In this file, words is the object whose methods construct patterns, such as WORDS, and largest is the largest number
-# in a pattern's arguments.
+# In this file, words is the object whose methods construct patterns, such as WORDS, and largest bounds most numbers in
+# a pattern's arguments.
 # The simplest choice comes first: hypothesis shrinks towards it.
 
 OFFSET_RULES = ("interleaved", "contiguous")
@@ -221,7 +221,8 @@ _COMPOSITIONS = (
 class Grammar:
     """Limits of drawn patterns, and methods that return strategies within these limits.
 
-    num_heads, max_positions: patterns can be bound to this number of heads and up to this number of positions.
+    num_heads, max_positions: patterns can be bound to this number of heads and, in self-attention, to up to this number
+        of positions.
     max_number: largest segment, stride, count and so on.
     closures: also draw `custom` patterns.
     words: object with the constructors of patterns; see `Words`.
@@ -262,7 +263,7 @@ class Grammar:
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
     """Strategy for set patterns with at most `depth` nested compositions.
 
-    At depth 0 they are single patterns. Dilated ones are drawn most often, `causal()` least often.
+    At depth 0 they are single patterns, dilated ones most often, `causal()` least often.
     """
     if depth:
         return _composed_sets(grammar, depth)
@@ -340,7 +341,7 @@ def run_time_compositions(
     words: Any,
     kinds: Sequence[str] = _RUN_TIME_COMPOSITIONS,
 ) -> Any:
-    """Draw a run-time pattern that fits `sizes`, alone or combined with patterns within the limits of `grammar`.
+    """Draw a run-time pattern with tensors for `sizes`, alone or combined with patterns within the limits of `grammar`.
 
     words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys, mask,
         sparse, per_sample and selected_blocks. The constructors of other patterns are in `grammar.words`.

@@ -19,7 +19,7 @@ _NO_LENGTHS = ("seed", "head", "rows")
 
 
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
-    """Return the lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
+    """Return lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
     They are the numbers in `pattern.to_data()`, such as segment lengths, rates, strides and block sizes, but not seeds,
     heads and listed blocks; and lengths that follow from these, such as the width of a window. For a custom function

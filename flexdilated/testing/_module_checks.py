@@ -256,9 +256,10 @@ def _assert_unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
 
 
 def _assert_zero_without_keys(subject: Subject, case: Case) -> int:
-    """Raise Failure unless queries without keys have output 0 and lse -inf, and all gradients are finite.
+    """Raise Failure unless queries without keys have output 0 and lse -inf, and the gradients of q, k and v are finite.
 
-    case.rows: mask of the rows without keys, whose number is returned.
+    lse and gradients are checked if the module gives them. case.rows: mask of the rows without keys, whose number is
+    returned.
     """
     out, lse = subject.run(subject.module(), case)
     empty = case.rows
@@ -313,7 +314,7 @@ def _assert_entries_independent(subject: Subject, case: Case) -> int:
 
 
 def _assert_same_bits_twice(subject: Subject, case: Case) -> int:
-    """Raise Failure unless two calls with equal inputs give identical outputs and change no input; return 2."""
+    """Raise Failure unless two calls with equal inputs give equal outputs and change no input; return 2."""
     given, module = [x.clone() for x in case.qkv], subject.module()
     first, second = (subject.run(module, case)[0] for _ in range(2))
     for name, x, before in zip("qkv", case.qkv, given, strict=True):
@@ -324,7 +325,7 @@ def _assert_same_bits_twice(subject: Subject, case: Case) -> int:
 
 
 def _assert_state_loads(subject: Subject, case: Case) -> int:
-    """Raise Failure unless two modules give identical outputs after the second loads the state_dict of the first.
+    """Raise Failure unless two modules give equal outputs after the second loads the state_dict of the first.
 
     Both modules are called before the load. A call must not change the names in the state_dict. Returns the number of
     names. Raises DoesNotApply if the module is no nn.Module.

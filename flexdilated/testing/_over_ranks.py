@@ -1,4 +1,4 @@
-"""Run a module on two processes (ranks) with half of the tokens each, and join their outputs and gradients."""
+"""Run a module on two processes (ranks) with a part of the tokens each, and join their outputs and gradients."""
 
 from __future__ import annotations
 

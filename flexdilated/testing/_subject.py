@@ -45,7 +45,9 @@ class Calls:
         (`pattern.per_document(ids)`), or "cut", pairs across documents are excluded (`pattern & masks.documents(ids)`).
     decoded: (module, q, k, v) -> outputs of all tokens, decoded token by token.
     over_ranks: (mesh) -> module for one rank of a one-dimensional DeviceMesh; `plain` calls it with the rank's
-        contiguous tokens. It is pickled, so define it at the top level of a file.
+        contiguous tokens. Both are pickled, so define them at the top level of a file.
+
+    Raises TypeError or ValueError for other values.
 
     >>> calls = testing.Calls(plain=lambda module, q, k, v: module(q, k, v))
     """
@@ -83,9 +85,9 @@ class Calls:
 def identity_projections(module: nn.Module) -> nn.Module:
     """Set the projections of a module like `nn.MultiheadAttention` to the identity, without bias, in place; return it.
 
-    The module then returns plain attention over its arguments query, key and value. It must have out_proj, an
-    nn.Linear, and the parameter in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight. It may have the
-    parameter in_proj_bias.
+    With the other defaults of `nn.MultiheadAttention` the module then returns plain attention over its arguments query,
+    key and value. It must have out_proj, an nn.Linear, and the parameter in_proj_weight, or q_proj_weight,
+    k_proj_weight and v_proj_weight. It may have the parameter in_proj_bias.
 
     Raises TypeError for a module without the required ones, and ValueError unless query, key and value have equal
     widths.
@@ -204,7 +206,7 @@ class Subject:
         pattern: Pattern | Mixture | None = None,
         **more: Any,
     ) -> Case:
-        """Return a case of `length` tokens, whose values depend only on the sizes, kind (a text in KINDS) and seed.
+        """Return a case of `length` tokens, of values that the sizes, dtype, seed and kind (a text in KINDS) fix.
 
         text: follows the number of tokens in reports.
         dtype, pattern: None: those of the subject.

@@ -176,7 +176,8 @@ def measure(
         of one branch with engine "aten", each other size for which the device has rates.
     seconds: in each comparison no round of runs begins after this time, except the first three.
 
-    Raises RuntimeError if the results of two options differ by more than the tolerance of their dtype.
+    Raises RuntimeError if the results of an option differ from those of the first in its comparison by more than the
+    tolerance of their dtype.
     """
     device, order = x.q.device, Layout(bound.num_queries)
     engine = engine or device_kind(device).engine
@@ -238,7 +239,7 @@ def measure_options(
     If there are ways to compute all branches together, all of these are timed, and, as one more way, the fastest ways
     of the branches, one after the other. Times are of the forward, or with `backward` of forward and backward, for
     random inputs of one batch entry. In a mixture, the name of a way for one branch begins with the branch's number
-    among the distinct branches, from 1: "branch 1: natural".
+    among the distinct branches, from 1: "branch 1: natural". Raises RuntimeError as `measure` does.
     """
     x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
     many = len(bound.pattern.branches()) > 1

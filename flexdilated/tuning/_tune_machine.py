@@ -40,7 +40,7 @@ class Sizes:
     """Sizes of the timed attention problems.
 
     num_tokens: number of tokens of problems with block lists, and of copies; dense and causal problems have half of it.
-    listed_keys: number of keys that a query attends to in the lists of neighbouring and of random blocks.
+    listed_keys: about how many keys a query attends to in the lists of neighbouring and of random blocks.
     """
 
     num_tokens: int
@@ -113,7 +113,10 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
 
 
 def device_text(device: torch.device) -> str:
-    """Return a text with torch's version and an accelerator's name, or a CPU's architecture, capability and threads."""
+    """Return a text with torch's version, and the name of an accelerator, or its type if torch gives no name.
+
+    For a CPU it has the architecture, capability and number of threads instead.
+    """
     if not device_kind(device).on_host:
         named = getattr(getattr(torch, device.type, None), "get_device_name", None)  # torch.mps has none
         return f"{device.type if named is None else named(device)}, torch {torch.__version__}"

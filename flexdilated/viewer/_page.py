@@ -59,7 +59,7 @@ def page(
 
     Raises ValueError for sizes that the pattern does not accept, for a head or batch entry out of range, for a custom
     function with operations beyond integer arithmetic, comparisons and tables, and for a page above 4 MB, whose tables
-    are too large to embed.
+    are too large to embed; TypeError for arguments of other types.
 
     >>> html = viewer.page(masks.longnet((64, 256), (1, 4)), 4096, num_heads=4)
     """
@@ -122,8 +122,9 @@ def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
     """Return a dict with the allowed fraction of each tile of the (queries x keys) mask, for the page to draw.
 
     "sides": tokens of a tile along queries and along keys.
-    "grids": for each of up to _MOST_GRIDS different rules, one number per tile: the fraction of allowed pairs, to four
-        digits, if their number is known; -1 if only bounds of it are known; -2 if these bounds are 0 and all pairs.
+    "grids": for each of up to _MOST_GRIDS different rules, one number per tile, row by row: the fraction of allowed
+        pairs, to four digits, if their number is known; -1 if only bounds of it are known; -2 if these bounds are 0 and
+        all pairs.
     "grid_of"[branch][head]: index of the rule's grid; None if it has none.
 
     first_head: the head whose grids are made first.

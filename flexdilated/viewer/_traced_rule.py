@@ -83,7 +83,7 @@ class TracedProgram:
 
         nodes: indices of the nodes of the pair's head, query and key.
 
-        Raises ValueError for operations that a page does not support.
+        Raises ValueError for operations, numbers and tables that a page does not support.
         """
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
@@ -138,7 +138,7 @@ class TracedProgram:
 
 
 class UnsupportedError(Exception):
-    """Error for an operation of a rule or reason that the page does not support."""
+    """Error for a rule or reason that the page does not support."""
 
 
 class _OperationTracer(TorchDispatchMode):
@@ -240,7 +240,7 @@ def traced_rule(program: TracedProgram, written: Pattern, bound: Pattern, num_he
     traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is
     the branch with names of run-time tensors, `bound` the same branch with their values.
 
-    Raises ValueError for operations that a page does not support.
+    Raises ValueError for operations, numbers and tables that a page does not support.
     """
     return _TracedRule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 

@@ -134,7 +134,7 @@ def _longest_period(rule: Pattern) -> int:
 
 
 def _blocks_ahead(source: RowSource, tried: int) -> tuple[Rule, Blocks]:
-    """Return (the rule, cut to pairs whose key is after the query; its blocks of 64 x 64 pairs below `tried`)."""
+    """Return (the rule, cut to pairs whose key is after the query; its non-empty 64 x 64 blocks below `tried`)."""
     tokens = Layout(tried).pieces(0)
     ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
     return ahead, build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)

@@ -288,8 +288,8 @@ def _rewrite_many_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Return searches for the keys allowed by `rest` and a dilated factor, in three segments or in each segment.
 
     If the period of `rest` and the steps of queries and keys divide the segment, all segments but the first and last
-    are alike: only the first, second and last are searched, and the keys found in the second are repeated in the
-    others. Else each segment is searched; None for more than 2**12, and for other factors.
+    are alike: only the first, second and last are searched, and the keys found in the second are repeated in all
+    between the first and last. Else each segment is searched; None for more than 2**12, and for other factors.
     """
     if not isinstance(factor, Dilated):
         return None

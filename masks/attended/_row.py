@@ -85,8 +85,7 @@ class RowSource:
     def _seen_by_search(self, queries: range, keys: range) -> SeenKeys | None:
         """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
-        None if no query sees a key. Up to 2**20 pairs are all evaluated. Of more, only the pairs with keys that
-        `keys_of_any` finds are evaluated.
+        None if no query sees a key. Up to 2**20 pairs are all evaluated; for more, `keys_of_any` finds the keys first.
         """
         if len(queries) * len(keys) > _FEW_PAIRS:
             found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])

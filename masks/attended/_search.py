@@ -118,8 +118,8 @@ def keys_by_boxes(wanted: KeyQuery) -> list[range]:
 def _first_boxes(wanted: KeyQuery) -> Box:
     """Return the boxes with which a search begins; together they have all allowed pairs.
 
-    If the rule lists squares, these are the squares, cut to the queries and keys; else pairs of residue classes of
-    queries and keys, in which a dilated rule is dense.
+    If the rule lists squares, these are the squares, cut to the queries and keys; else pairs of the parts that
+    `_residue_classes` makes of queries and keys.
     """
     squares = wanted.rule.squares(wanted.head, wanted.num_heads)
     sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
@@ -276,9 +276,11 @@ def keys_by_distance(wanted: KeyQuery) -> list[range] | None:
 def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
     """Return the lags (key index - query index) that count as allowed, as ascending intervals (begins, exclusive ends).
 
-    A lag counts if it is allowed, or if it is between two allowed lags at most n apart, for n queries: a key has n
-    consecutive lags, so with a lag between the two it also has one of them. Queries and keys must have equal steps, and
-    the rule must depend on the distance alone.
+    An allowed lag counts, and others may count if they are between two allowed lags at most n apart, for n queries: a
+    key has n consecutive lags, so with a lag between the two it also has one of them. Queries and keys must have equal
+    steps, and the rule must depend on the distance alone.
+
+    keys: positions of the keys by key index; they replace wanted.keys.
     """
     n, found = len(wanted.queries), []
     begin, end = torch.tensor([1 - n]), torch.tensor([len(keys)])
@@ -296,6 +298,8 @@ def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bo
     """Return bounds on the number of allowed lags in each interval [begin, end); exact for single lags.
 
     A lag is key index - query index.
+
+    keys: as in `_seen_lags`.
     """
     # A query position for which no lag gives a negative key position.
     shift = keys.start - wanted.queries.start

@@ -100,10 +100,8 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
     """Return the list of the non-empty blocks of a rule, with one head for each of the rule's tables.
 
     q_block, k_block: slots of a block.
-    settle: True evaluates every pair of a block if bounds do not decide between empty, partial and full. If False, a
-        listed block may have no allowed pair, and a full one may be listed as partial.
-
-    Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
+    settle: True evaluates pairs if bounds do not decide whether a block is empty, partial or full. If False, a listed
+        block may have no allowed pair, and a full one may be listed as partial.
     """
     at_once = max(1, _SLOTS_AT_ONCE // max(rule.num_slots))
     rows = range(rule.in_blocks(q_block, k_block)[0])
@@ -223,8 +221,8 @@ class ListedBlocks(NamedTuple):
     """Numbers of listed blocks by kind of row of blocks; the speed of kernels depends on the kind.
 
     runs: blocks in rows whose listed columns are consecutive.
-    plain: blocks in other rows, if all listed blocks of the row are full.
-    masked: blocks in other rows, if a listed block of the row is partial.
+    plain: blocks in other rows, if all existing pairs in the listed blocks of the row are allowed.
+    masked: blocks in the remaining rows.
 
     In `estimate_blocks` they are means over tables; `Term.listed_blocks` and its overrides say what they sum.
     """

@@ -125,7 +125,8 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
     """Return the number of allowed pairs of each box: exact while `budget` lasts, else bounds and a sampled estimate.
 
-    The work, without the sampling, is subtracted from `budget`, in place. `rule` is the pattern of one head.
+    An estimate of the work, without the sampling, is subtracted from `budget`, in place. `rule` is the pattern of one
+    head.
     """
     return _count_pairs(rule, box, budget, _UNLIMITED)
 
@@ -283,7 +284,7 @@ def _count_chunk_by_lag(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _some_part_has_period_dividing(pattern: Pattern, step: int) -> bool:
-    """Return True if one of the pattern's `_atoms` has a period that divides `step`; else diagonals decide nothing."""
+    """Return True if one of the pattern's `_atoms` has a period that divides `step`."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 

@@ -19,7 +19,7 @@ class SlotRun:
     """n slot runs; run i has count[i] slots from slot start[i] on. Fields are tensors of shape (n,).
 
     piece: index of the slot run of a `Pieces` that contains run i; -1, only from `_runs_of_blocks`, if there is none.
-    stride: distance of consecutive slots of each run; None if all are 1.
+    stride: distance of consecutive slots of each run; None stands for 1 in all.
     """
 
     piece: Tensor

@@ -28,7 +28,7 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
 
     On CPU each row of a table has an entry for every block along the other axis, as the compiled kernel requires. The
     rows overlap in memory: past a row's count come zeros or entries of later rows, all of them valid block indices. On
-    other devices tables are as wide as the longest row.
+    other devices partial and full tables are as wide as the longest row of either.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _index_tables(blocks, blocks.row, blocks.column, (rows, columns), device)
@@ -64,7 +64,8 @@ def _index_tables(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (partial counts, partial indices, full counts, full indices) of a BlockMask.
 
-    Counts have shape (L, R), indices (L, R, W). Row i lists the `minor` indices of the blocks with `major` index i.
+    Counts have shape (L, R), indices (L, R, W), on CPU (L, R, shape[1]). Row i lists the `minor` indices of the blocks
+    with `major` index i.
 
     major, minor: row and column of each listed block for tables by query block, the reverse for tables by key block.
     shape: (number of major indices, number of minor indices).

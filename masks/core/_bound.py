@@ -87,7 +87,7 @@ class Bound:
 
     @property
     def masked_heads(self) -> range:
-        """Return the global heads that need a mask: only the first if all heads have equal rules, else all."""
+        """Return the global heads, of this `Bound`, that need a mask: the first if all have equal rules, else all."""
         heads = range(self.head_offset, self.head_offset + self.num_heads)
         branches = self.pattern.branches()
         rules = {tuple(each.for_head(head, self.num_heads_global) for each in branches) for head in heads}

@@ -20,8 +20,8 @@ class Progression:
     """n arithmetic progressions of positions with one common step, an integer above 0.
 
     Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on; count[i] may be 0.
-    first, count: int64 tensors of shape (n,). `last` is the last term of each progression; `select(index)` indexes the
-    n progressions.
+    first, count: int64 tensors of shape (n,). `last` is the last term of each non-empty progression; `select(index)`
+    indexes the n progressions.
 
     >>> masks.extend.Progression(torch.tensor([0, 5]), 4, torch.tensor([3, 2])).last  # of 0, 4, 8 and of 5, 9
     tensor([8, 9])
@@ -83,7 +83,7 @@ class Bounds:
     low, high: int64 tensors of shape (n,), from 0 to the boxes' areas.
 
     A box with high 0 has no allowed pair and is left out of block lists. A box whose low is its area is full: all its
-    pairs are allowed, and kernels skip the mask there.
+    pairs are allowed, and kernels need no mask there.
 
     >>> bounds = masks.extend.Bounds(low=torch.tensor([0]), high=torch.tensor([16]))  # valid for any box of area 16
     """

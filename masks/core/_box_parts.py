@@ -35,8 +35,8 @@ class Owned:
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
-    together: factors of min(s, 2**33), where s is the rule's spacing. Query and key of an allowed pair are congruent
-        modulo s; they are equal if s is 2**33 or more.
+    together: factors of s, the rule's spacing or 2**33 if that is less. Query and key of an allowed pair are congruent
+        modulo s.
     apart: factors of lcm(s, the rule's dilation rates) / s. The list is empty if this number exceeds 64, and if the
         rule depends on the distance alone, for which counting by diagonals is faster.
     """

@@ -67,7 +67,7 @@ def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def require_finite(name: str, value: object) -> float:
-    """Return the value as a float if it is a finite real number; raise TypeError or ValueError otherwise."""
+    """Return the value as a float if it is a finite int or float; raise TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a real number; got {name}={value!r:.80} of type {type(value).__name__}")
     # The largest float as a literal: with dynamic=True, sys.float_info.max would become a symbolic float of the graph.
@@ -77,7 +77,7 @@ def require_finite(name: str, value: object) -> float:
 
 
 def require_probability(name: str, value: object) -> float:
-    """Return the value as a float if it is a real number in [0, 1); raise TypeError or ValueError otherwise."""
+    """Return the value as a float if it is an int or float in [0, 1); raise TypeError or ValueError otherwise."""
     number = require_finite(name, value)
     if not 0 <= number < 1:
         raise ValueError(f"{name} must be at least 0 and below 1; got {name}={number}")

@@ -13,15 +13,15 @@ TILE = 128  # side of the largest tile of any kernel; must divide the sides of b
 class DeviceKind:
     """Properties of a kind of device, such as "cuda", that decide how attention is computed on it.
 
-    engine: name of the default engine: "aten" for CPU, "flex" (FlexAttention) for "meta" and the devices that Triton
-        serves, "portable" for others.
+    engine: name of the default engine: "aten" for CPU, "flex" (FlexAttention) for "cuda", "xpu" and "meta",
+        "portable" for others.
     dtype: dtype of q, k and v that is assumed if no tensor is known.
     on_host: tensors are in host memory, so reading a value waits for no kernel.
     kernels: the family of `engines/kernels` that engine "aten" calls, "cpu" (also for device "meta") or "cuda"; "" for
         none.
     is_cuda: torch.cuda reports its memory and name.
     flex_trains: FlexAttention's kernels return a log-sum-exp, have a backward pass, read block lists of any width,
-        index in 32 bits and accept all lengths. False only for CPU, whose kernels do none of this.
+        index in 32 bits and accept all lengths. False only for CPU.
     has_streams: kernels are queued in streams.
     """
 

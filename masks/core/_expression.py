@@ -130,10 +130,10 @@ class Expression:
     """Base of patterns and mixtures: immutable values with a stable text, sums by `+`, and binding to sizes.
 
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns, except for the values of
-    run-time tensors. The repr is the expression that builds the value, cut after 4096 characters; `parse` reads it,
-    except for custom functions, results of `resolve`, and kinds without a `constructor`. `depth` is the number of
-    nested levels; above 32 construction raises ValueError, so that every pattern can be stored, copied, printed and
-    computed. `pads` is True if queries also see the zero keys that pad segments, which are no pairs: see `zero_keys`.
+    run-time tensors. The repr is the expression that builds the value, cut after 4096 characters; `parse` reads an
+    uncut one, except for custom functions, results of `resolve`, and kinds without a `constructor`. It names run-time
+    tensors, without their values. `depth` is the number of nested levels; above 32 construction raises ValueError.
+    `pads` is True if queries also see the zero keys that pad segments, which are no pairs: see `zero_keys`.
 
     `pattern_kind` sets the class attributes from the dataclass fields.
 
@@ -447,8 +447,9 @@ class Expression:
 
         Use it if tokens that another pattern covers, such as a class token and registers, precede the sequence. For a
         mixture this holds for each branch.
-        Raises ValueError for a start below 0, and for a pattern with run-time tensors: intersect such a pattern with
-        the result instead.
+
+        Raises TypeError for a start that is not an integer. Raises ValueError for a start below 0, and, for a start
+        above 0, if the pattern has run-time tensors: intersect such a pattern with the result instead.
 
         >>> vit = masks.neighborhood((14, 14), 2).after(1) | masks.global_tokens(1)
         """
@@ -460,8 +461,8 @@ class Expression:
         Use it if tokens that another pattern covers, such as a text behind the video it describes, follow the sequence.
         For a mixture this holds for each branch.
 
-        Raises ValueError for a stop below 1, and for a pattern with run-time tensors: intersect such a pattern with the
-        result instead.
+        Raises TypeError for a stop that is not an integer. Raises ValueError for a stop below 1, and for a pattern with
+        run-time tensors: intersect such a pattern with the result instead.
 
         >>> grid = masks.neighborhood((4, 8, 8), 1).before(256)
         >>> text_behind = grid | ~masks.every().before(256)  # its tokens see all tokens and are seen by all
@@ -505,7 +506,10 @@ add_safe_globals([_rebuilt])  # torch.load reads patterns with weights_only=True
 
 
 def _canonical_json(value: Any) -> str:
-    """Return a value as JSON without spaces and with sorted keys, in which an expression is its `text`."""
+    """Return a value as JSON without spaces and with sorted keys, in which an expression is its `text`.
+
+    Raises ValueError for a string that is not printable, TypeError for values that a field of a pattern cannot have.
+    """
     # Without the json module, as a compiled graph may build patterns.
     if isinstance(value, Expression):
         return value.text

@@ -29,7 +29,8 @@ def registered(registry: dict[str, T], name: str) -> T | None:
 def failed_imports() -> str:
     """Import the module of each entry point of the group `flexdilated.patterns`, once per process.
 
-    Returns one sentence for each import that raised, with the package, the module and the error; "" if none did.
+    Returns text that names the package, the module and the beginning of the error of each import that raised; "" if
+    none did.
     """
     failures = []
     for point in sorted(entry_points(group=_GROUP)):

@@ -28,7 +28,7 @@ _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
-    """Return the dtype for integers in [least, most]: int32 on accelerators if they fit, else int64."""
+    """Return the dtype for integers in [least, most]: int64 on CPU; on other devices int32 if they fit, else int64."""
     # Kernels index in 32 bits; a 64-bit number makes them compute all that depends on it in 64 bits, with twice the
     # registers.
     return torch.int32 if device_kind(device).flex_trains and least >= _LEAST and most <= _MOST else torch.int64
@@ -37,8 +37,8 @@ def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
 def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
     """Return each number as a scalar integer tensor on `device`, for the closure of a mask_mod.
 
-    The dtype is int32 on accelerators if the number fits, else int64. New values of these tensors do not make
-    FlexAttention recompile; new Python numbers in a closure do.
+    The dtype is int64 on CPU; on other devices int32 if the number fits, else int64. New Python numbers in a closure
+    can make FlexAttention recompile; new values of these tensors, of equal dtype, do not.
 
     >>> masks.extend.parameters(torch.device("cpu"), 4, 64)
     [tensor(4), tensor(64)]
@@ -58,7 +58,8 @@ class Pattern(Expression):
     A subclass is a frozen dataclass that states the rule twice: `mask_mod` is elementwise and exact, and `count` gives
     sound bounds over boxes. `testing.check_pattern` compares the two. Other methods have defaults.
 
-    is_run_time: True for a leaf that depends on a run-time tensor, such as document ids.
+    is_run_time: True for a leaf that depends on a run-time tensor, such as document ids. `mask_mod`, `count` and
+        `reason` of a `RunTime` raise ValueError: see `resolve`.
 
     >>> (masks.local_window(left=127, right=0) | masks.first_tokens(4)) & masks.causal()
     (local_window(left=127, right=0) | first_tokens(4)) & causal()
@@ -71,8 +72,7 @@ class Pattern(Expression):
         """Return a closure (b, h, q, k) -> bool in FlexAttention's form; q and k are positions, and h is a global head.
 
         num_heads: number of global heads.
-
-        Constants of the rule are tensors on `device`.
+        device: device of the tensors that the closure reads, and of its arguments.
         """
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class Pattern(Expression):
         return None
 
     def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
-        """Return the text of the one call that builds all these branches; None to print them separately.
+        """Return the text of one call that builds all these branches; None to print them separately.
 
         branches: patterns of equal `origin`.
         grouped: True for the parts of `head_groups`, False for a mixture's.
@@ -134,7 +134,7 @@ class Pattern(Expression):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of tensors that this leaf keeps alive, apart from run-time tensors."""
+        """Bytes of tensors that the cache of plans counts for this leaf, without run-time tensors."""
         return 0
 
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
@@ -142,6 +142,8 @@ class Pattern(Expression):
 
         tensors: values by name.
         extent: one past the last position of the queries and of the keys.
+
+        Raises ValueError for a tensor that is missing or does not fit, TypeError for a wrong dtype.
         """
         return self
 
@@ -191,18 +193,17 @@ class Pattern(Expression):
         return 1
 
     def row(self, query: int, keys: range) -> Ranges | None:
-        """Return the positions in `keys` that the query at position `query` sees; None without a closed form.
+        """Return the positions in `keys` that the query at position `query` sees; None if they are not known.
 
-        The pattern must be the rule of one head, see `for_head`. keys: a range of step 1. The result has at most
-        len(keys) ranges; the work depends on the number of keys, not on their positions.
+        The pattern must be the rule of one head, see `for_head`. keys: a range of step 1.
         """
         return None
 
     def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
         """Return a mask of the N key positions, True for keys that at least one of `queries` sees; None if unknown.
 
-        It is known for patterns that list keys or blocks, such as `block_list`, and not for compositions. queries: mask
-        of the query positions. The pattern must be the rule of one head, see `for_head`.
+        It is known for some patterns that list keys or blocks, such as `block_list`. queries: mask of the query
+        positions. The pattern must be the rule of one head, see `for_head`.
         """
         return None
 
@@ -214,10 +215,10 @@ class Pattern(Expression):
         return None
 
     def snapped(self, q_side: int, k_side: int) -> Pattern | None:
-        """Return this leaf with its sizes rounded up, so that it fills blocks of q_side queries by k_side keys.
+        """Return this leaf with its sizes rounded up to blocks of q_side queries by k_side keys.
 
-        Returns self if its sizes fit or it has none; None if no rounding is defined. Raises ValueError if rounding
-        would change blocks that the caller has listed.
+        Returns an equal leaf if its sizes fit or it has none; None if no rounding is defined. Raises ValueError for a
+        `block_list` whose blocks do not fit.
         """
         return None
 

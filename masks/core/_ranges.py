@@ -84,8 +84,8 @@ def unite(ranges: Ranges) -> Ranges | None:
 def union_of(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges as disjoint ranges, ascending by their first positions.
 
-    Ranges that continue each other or fill each other's gaps are merged. The result is short, but not always the
-    shortest, and arguments with equal positions may give different ranges.
+    Ranges may be merged or cut. The result is not always the shortest, and arguments with equal positions may give
+    different ranges.
     """
     runs, strided = _split_by_step(ranges)
     runs = _joined_runs(runs)
@@ -187,7 +187,7 @@ def _difference(piece: range, other: range) -> Iterator[range]:
 
 
 def _join_ranges(parts: Sequence[range]) -> list[range]:
-    """Return the ranges, ascending by first positions, after merging ranges that continue each other or interleave."""
+    """Return the ranges, ascending by first positions, after merging some that continue each other or interleave."""
     runs, strided = _split_by_step(parts)
     joined = list(runs)
     for step, group in groupby(sorted(strided, key=lambda each: (each.step, each.start)), key=lambda each: each.step):

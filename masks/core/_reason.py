@@ -88,7 +88,7 @@ class Pair:
 
         kind: noun for a run.
         of_query, of_key: indices of their runs.
-        edges: function (i) -> (start, stop) of run i.
+        edges: function (i) -> (start, stop) of run i, without the position stop.
         """
         query, key = (f"{kind} {index} ({span(*edges(index))})" for index in (of_query, of_key))
         if of_query == of_key:

@@ -1,8 +1,8 @@
 """Recorded functions: the torch operations of a caller's function, with the tensors that it reads.
 
-A score_mod or mask_mod may read closures, globals, attributes and buffers. It is called once, when the caller hands it
-over. Later computations run the recorded operations, so new values of variables and attributes have no effect. A change
-in place of a tensor has an effect only if a recorded operation reads this tensor.
+A score_mod or mask_mod may read closures, globals, attributes and buffers. It is called when the caller hands it over.
+Later computations run the recorded operations, so new values of variables and attributes have no effect. A change in
+place of a tensor has an effect only if a recorded operation reads this tensor.
 """
 
 from __future__ import annotations
@@ -76,12 +76,11 @@ class Recorded:
 
     build: function of these tensors, or of others in their place; it returns a plain function of the recorded
         function's arguments. `build` can be a key of caches: functions with equal operations and equal Python values
-        share one `build`, as long as a cache keeps it. Functions that use an object whose class defines __eq__, such as
-        a dict, share none.
+        may share one `build`.
     shape, dtype: of the recorded function's result.
     reads: indices of the arguments on whose values the result may depend.
-    text: Python code of `build`, valid in every process; None for a result of `through`, and if the code uses
-        functions or objects that have no name in torch.
+    text: Python code of `build`; None for a result of `through`, and if the code uses functions or objects for which no
+        name in torch is found.
 
     >>> scale = torch.tensor(2.0)
     >>> recorded = record(lambda x: x * scale, [torch.float32], torch.device("cpu"))
@@ -150,9 +149,11 @@ def record(
 
 
 class _Recorder(TorchFunctionMode):
-    """Torch-function mode that writes a line of code for each operation on a tensor that depends on the arguments.
+    """Torch-function mode that writes the operations on tensors that depend on the arguments as lines of code.
 
     It writes none for an operation that reads the shape, or another attribute that is no tensor.
+
+    device: device of the arguments in later calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -233,8 +234,8 @@ class _Recorder(TorchFunctionMode):
     def _trial_call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function with CPU tensors of the arguments' shapes and dtypes, and return the result.
 
-        The result has the shapes and dtypes of the real one; its values mean nothing. If `func` reads the device or
-        another attribute that is no tensor, the result is that of a tensor on the device of the recorder.
+        Its shapes and dtypes stand for those of the real result; its values mean nothing. If `func` reads the device or
+        another attribute that is neither a tensor nor None, the result is that of a tensor on the recorder's device.
         """
 
         def of(x: Tensor) -> Tensor:
@@ -361,7 +362,7 @@ def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
 def _with_deletions(lines: Sequence[str]) -> list[str]:
     """Return lines of code; each variable v0, v1, ... is deleted in the line that uses it last, unless that is the end.
 
-    A call then holds no intermediate result longer than the caller's own function would.
+    lines: code in which the last line returns the result.
     """
     made = {name for line in lines for name in re.findall(r"^\s*(v\d+) = ", line)}
     *body, end = lines
@@ -383,7 +384,7 @@ def _as_normal_tensor(x: Tensor) -> Tensor:
 
 
 def _name_in_torch(func: Any) -> str | None:
-    """Return the name of a function in torch, such as "torch.nn.functional.softmax"; None for other functions."""
+    """Return the name of a function in torch, such as "torch.nn.functional.softmax"; None if none is found."""
     name = getattr(func, "__name__", "")
     places = ("torch", "torch.nn.functional", "torch.Tensor")
     for known in (*(f"{place}.{name}" for place in places), name.replace("_", ".", 1), f"ops.{func}"):
@@ -424,7 +425,7 @@ def _translated_build(
 ) -> Callable[..., Function]:
     """Return the `build` of `Recorded.through`: it takes the recorded function's tensors, then those for `translate`.
 
-    build: `build` of the recorded function.
+    build, translate: `build` of the recorded function, and the argument of `through`.
     own: number of the recorded function's tensors.
     """
     return lambda *tensors: translate(build(*tensors[:own]), *tensors[own:])

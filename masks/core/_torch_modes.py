@@ -28,8 +28,7 @@ def suspended_torch_modes() -> Iterator[None]:
     """Context manager that suspends the PyTorch modes that are active around it.
 
     These are fake tensors, tracing and other dispatch or function modes, default devices, transforms of torch.func and
-    inference mode. Tensors made inside have values, are on the CPU unless a call names a device, and work with
-    autograd.
+    inference mode. New tensors inside have values, are on the CPU by default, and are no inference tensors.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

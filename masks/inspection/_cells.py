@@ -24,7 +24,7 @@ from ..core import (
 )
 from ..orders import Layout
 
-# R rows, C columns of cells; B branches; P parts of cells
+# R rows, C columns of cells; P parts of cells
 
 _BUDGET = 1 << 24  # evaluations of single pairs, or work that takes as long
 _MOST_CELLS = 1 << 22
@@ -83,15 +83,14 @@ def count_cells(
 
     num_keys: None for num_tokens, the number of queries.
     queries, keys: the window, in slots of `order`; None for all.
-    order: None for natural order, where slots are positions.
+    order: residue-major order, of which only the rate is used; None for natural order, where slots are positions.
     shape: (rows, columns) of the grid; row i begins at slot queries.start + i * len(queries) // rows, columns likewise.
     sides: used if `shape` is None, (queries, keys) of a cell in slots; cells begin at multiples of these, and cells at
         the window's borders are cut.
     batch: index of the batch entry, if run-time tensors differ by entry.
 
-    For patterns by formula, time grows with the number of cells, not of tokens. If an exact count would take too long,
-    a cell gets bounds and an estimate. Raises ValueError for heads, batch entries, sizes, windows and shapes that do
-    not fit, and TypeError for another `order`.
+    If an exact count would take too long, a cell gets bounds and an estimate. Raises ValueError or TypeError for
+    arguments that do not fit, and ValueError if the pattern is undefined at a position in the window.
     """
     num_keys = num_tokens if num_keys is None else num_keys
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
@@ -175,8 +174,8 @@ def _count_every_pair(rule: Pattern, q: CellAxis, k: CellAxis) -> PairCounts:
 def _count_by_boxes(rule: Pattern, q: CellAxis, k: CellAxis, budget: Budget) -> PairCounts:
     """Return the counts of allowed pairs of all cells, flat: for each cell the sum over boxes of positions in it.
 
-    A box whose bounds are not exact is cut into parts; of several such boxes that are equal up to a shift by whole
-    periods of the rule, only one is cut. If there are too many boxes, returns the result of `_estimate_by_samples`.
+    Where the work would exceed `budget`, counts are bounds and estimates. If there are too many boxes, returns the
+    result of `_estimate_by_samples`.
     """
     (row, queries), (column, keys) = q.parts(), k.parts()
     # Positions of a part are congruent modulo its step, query and key of an allowed pair modulo the rule's spacing:

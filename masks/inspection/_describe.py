@@ -69,9 +69,8 @@ class BranchDescription(PlannedCounts):
 class Description(PlannedCounts):
     """Counts of a pattern at given sizes; str() formats them as tables.
 
-    Pairs are counted over all heads, and an allowed pair once for each branch that allows it; for the union use
-    `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, in seconds
-    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens.
+    Pairs are counted over `num_heads` heads, and an allowed pair once for each branch that allows it; for the union use
+    `describe(pattern.union, ...)`. `receptive_field` is sampled above 256 tokens.
 
     head_dim: of queries and keys.
     value_dim: of values.
@@ -176,7 +175,7 @@ class Description(PlannedCounts):
         return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
-        """Return all counts as a dict for JSON; undefined numbers are None."""
+        """Return the counts as a dict for JSON; undefined numbers are None."""
         sizes = ("num_queries", "num_keys", "num_heads", "head_dim", "all_pairs", "zero_keys")
         derived = ("density", "block_density", "forward_flops", "backward_flops")
         return {
@@ -226,9 +225,9 @@ def describe(
     device: kind of device for the predicted time of one forward pass, batch 1, in float32 on CPU and half precision
         elsewhere.
 
-    Raises ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that are
-    missing or differ by batch entry, and for more than 134,217,728 queries or keys if the planner's choice uses block
-    lists.
+    Raises ValueError for sizes below 1, offsets below 0, heads or positions that the pattern has no rule for, run-time
+    tensors that are missing, do not fit or differ by batch entry, and more than 134,217,728 queries or keys if the
+    planner's choice uses block lists; TypeError for values of other types.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625

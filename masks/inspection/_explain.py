@@ -141,17 +141,18 @@ def explain(
     bindings: Mapping[str, Tensor] | None = None,
     block_size: int | tuple[int, int] = 128,
 ) -> Explanation:
-    """Return the reasons why the query attends to the key or not, for each branch and part of the pattern.
+    """Return the reasons why the query attends to the key or not, by branches and parts of the pattern.
 
     query, key: positions.
-    head: one of num_heads global heads.
+    head: index of the head, below num_heads.
     batch: index of the batch entry, for run-time tensors.
     num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. With num_tokens,
-        the explanation has `standings`: the blocks, of block_size, that contain the pair in natural order and, if there
-        are as many keys as queries, in the order of `masks.layout`.
+        the explanation has `standings`: the blocks that contain the pair in natural order and, if there are as many
+        keys as queries, in the order of `masks.layout`.
     bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
+    block_size: tokens of a block, one number or (queries, keys).
 
-    Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.
+    Raises ValueError or TypeError for arguments out of range, and for tensors that are missing or do not fit.
 
     >>> print(masks.explain(masks.local_window(left=2, right=0), query=5, key=2))
     query 5, key 2, head 0 of 1: not allowed
@@ -191,7 +192,7 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
 
 
 def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]) -> Iterator[BlockOfPair]:
-    """Yield the pair's block in natural order, then in residue-major order if the rule is dilated and sizes are equal.
+    """Yield the pair's block in natural order, then in residue-major order if its rate is above 1 and sizes are equal.
 
     sizes: number of queries and of keys.
     sides: (queries, keys) of a block.

@@ -50,10 +50,7 @@ def sums_by_field(counts: Sequence[PlannedCounts]) -> dict[str, int]:
 
 
 def count_term(term: Term) -> PlannedCounts:
-    """Return the counts of a term.
-
-    A term of shape "blocks", other than a `PaddedTerm`, builds its block lists, as in a call of attention.
-    """
+    """Return the counts of a term, which may build its block lists."""
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES

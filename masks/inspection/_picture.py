@@ -133,7 +133,7 @@ class WindowBlocks:
     sides: (queries, keys) of a block.
     state: EMPTY, PARTIAL or FULL for each block; EMPTY also if a count that is not exact is estimated as 0.
 
-    As in block lists, a block cut short by the end of the sequence is never FULL, nor is one without an exact count.
+    A block cut short by the end of the sequence is never FULL, nor is one without an exact count.
     """
 
     cells: Cells
@@ -175,7 +175,7 @@ class Panel:
     rate: rate of the residue-major order, 1 in natural order.
     blocks: None if no blocks are drawn.
     share: for each cell the mean over its pairs of the number of branches that allow the pair; with `blocks` the
-        fraction of pairs that any branch allows.
+        fraction of pairs that any branch allows. Estimated where the count is not exact.
     """
 
     head: int
@@ -239,7 +239,7 @@ def shade(
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
     """Return (labels of the query axis, labels of the key axis): maps from the slot of each tick to its text.
 
-    letter: width of a letter in pixels, by which key labels are kept from overlapping.
+    letter: width of a letter in pixels, which limits the number of key labels.
     """
     q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
@@ -268,7 +268,7 @@ def title_lines(picture: Picture, *, letters: int) -> list[str]:
     """Return the lines of the title, of at most `letters` letters, then the sizes as text, in lines up to 15 % longer.
 
     The title is `picture.title` or, if that is None, the pattern's expression, cut to 3 lines. The sizes are left out
-    if `picture.title` is "", or is given without a legend.
+    if `picture.title` is blank, or is given without a legend.
     """
     if picture.title is None:
         text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")

@@ -55,9 +55,9 @@ def plot(
     pair; in a longer window a cell is several pairs, and its color shows the fraction allowed, on a logarithmic scale.
 
     num_tokens, num_keys: numbers of queries and keys, equal if num_keys is None.
-    head: one head or several.
+    head: index of the head to draw, below num_heads, or several.
     order: "natural", "residue" (the residue-major order of `masks.layout`) or both.
-    queries, keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue".
+    queries, keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue"; None for all.
     block_size: tokens of a block, one number or (queries, keys); None for no blocks. With blocks, allowed pairs are
         dark in full blocks and light in partial ones, masked pairs in computed blocks are beige, and blocks that are
         not computed are white.
@@ -66,8 +66,8 @@ def plot(
     title: by default the expression; "" for none.
     batch: index of the batch entry, if run-time tensors differ by entry.
 
-    Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, with reproducible
-    bytes. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.
+    Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, without a date.
+    Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.
 
     >>> figure = masks.plot(masks.longnet((64, 256), (1, 4)), 256, num_heads=4)
     >>> figure.savefig('pattern.png')

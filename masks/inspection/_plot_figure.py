@@ -50,10 +50,10 @@ _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 
 class ReproducibleFigure(Figure):
-    """Figure whose saved files have reproducible bytes: no date, and fixed ids within an SVG."""
+    """Figure that is saved as SVG or PDF without a date, and as SVG with fixed ids, for reproducible bytes."""
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
-        """Save as matplotlib does, without the date unless `metadata` sets one."""
+        """Save as matplotlib does, but SVG and PDF without a date unless `metadata` sets one."""
         kind = str(kwargs.get("format") or getattr(fname, "suffix", "") or fname).lower()
         fixed = {"Date": None} if kind.endswith("svg") else {"CreationDate": None} if kind.endswith("pdf") else {}
         metadata = {**fixed, **(kwargs.pop("metadata", None) or {})}

@@ -32,11 +32,11 @@ class ReceptiveField:
 
     tokens: indices of the examined tokens.
     reached: for each of `tokens`, the numbers of tokens that it reaches through 1, 2, 3, ... layers, itself included;
-        they end with the last number that is larger than the one before. () if it reaches itself only.
+        they end with the last number found that is larger than the one before, which is 1 for no layer. () if none is.
     finished: for each of `tokens`, True if further layers are known to reach no more tokens.
 
-    With up to 256 tokens, all are examined and all are `finished`. Otherwise `tokens` is a sample: one token drawn at
-    random from each of 8 equal parts.
+    In a `Description`, all of up to 256 tokens are examined and `finished`; of more tokens, `tokens` is a sample: one
+    drawn at random from each of 8 equal parts.
     """
 
     num_tokens: int
@@ -92,7 +92,7 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
 
     dense: True to multiply (tokens, tokens) matrices; False to read the rows of tables, or use ranges of positions.
 
-    Layers are followed until no token reaches further tokens; unless `dense`, only up to 64 layers or about a second.
+    Layers are followed until no token reaches further tokens; unless `dense`, only up to 64 layers or a limit of work.
     """
     tokens = _examined_tokens(bound.num_queries, number)
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]

@@ -150,16 +150,16 @@ def show(
     num_tokens: number of queries, and of keys.
     order: "natural", or "residue" for the residue-major order of `masks.layout`.
     queries, keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order.
-    size: (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn
-        pair by pair.
+    size: (columns, lines) of the terminal; the picture leaves one line free for the prompt, if it can. A small window
+        is drawn pair by pair.
     cells: (rows, columns) of the grid, regardless of `size`; reduced to the number of slots of the window.
     color: use 256 ANSI colors.
     ascii: use only ASCII characters.
     head: index of the head to draw, below num_heads.
     batch: index of the batch entry, if run-time tensors differ by entry.
 
-    The time for patterns by formula does not grow with the number of tokens. Raises ValueError or TypeError for heads,
-    entries, windows and sizes that do not fit, and for tokens that the pattern does not take.
+    Raises ValueError or TypeError for heads, entries, windows and sizes that do not fit, and for tokens that the
+    pattern does not take.
 
     >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
     """
@@ -230,9 +230,9 @@ class Grid:
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     """Return a grid of cells over a window of query and key slots, for a picture of at most `lines` lines of cells.
 
-    If the canvas has room for all pairs, each pair is a cell. Otherwise there are as many cells as fit with queries and
-    keys at about one scale, where a character is twice as high as wide; an axis that is much shorter still gets up to 6
-    cells.
+    If the canvas has room for all pairs, each pair is a cell. Otherwise there are about as many cells as fit with
+    queries and keys at about one scale, where a character is twice as high as wide; an axis that is much shorter still
+    gets up to 6 cells.
     """
     queries, keys = map(len, window)
     rows, _ = _labels(window, (lines, canvas.columns))

@@ -116,7 +116,7 @@ class Permutation(_SharedOrder):
         raise NotImplementedError
 
     def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Return x reordered along `dim` from natural token order into slots; x itself if the order is natural.
+        """Return x reordered along `dim` from natural token order into slots; x itself if `is_natural`.
 
         Raises ValueError unless that dimension has one entry for each token.
         """
@@ -124,7 +124,7 @@ class Permutation(_SharedOrder):
         return x if self.is_natural else x.index_select(dim, self.positions(x.device))
 
     def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Return x reordered along `dim` from slots back into natural token order; x itself if the order is natural.
+        """Return x reordered along `dim` from slots back into natural token order; x itself if `is_natural`.
 
         Raises ValueError unless that dimension has one entry for each token.
         """
@@ -144,6 +144,8 @@ class Layout(Permutation):
 
     Any number of tokens is permuted without padding; rate 1 is the natural order. The tokens of one residue class,
     modulo `rate` or a divisor of it, are in runs of consecutive slots.
+
+    Construction raises ValueError for numbers outside [1, 2**31), TypeError for values that are not integers.
 
     >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -192,8 +194,8 @@ class Layout(Permutation):
     def rows(self, origin: int) -> Pieces:
         """Return the slots as slot runs of consecutive tokens: the first token of each class, then the second of each.
 
-        Token 0 has position `origin`. Many short classes give few such runs. If the rate does not divide the number of
-        tokens, the first classes have one token more: their runs come first, then the runs of the other classes.
+        Token 0 has position `origin`. If the rate does not divide the number of tokens, the first classes have one
+        token more: their runs come first, then the runs of the other classes.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [
@@ -272,7 +274,7 @@ class Compact(_Order):
 
     @property
     def is_copied(self) -> bool:
-        """True if the tokens must be copied; otherwise the folds, of step 1 and evenly spaced, are a view."""
+        """True if the tokens count as copied; False for evenly spaced folds of step 1, which are views."""
         return self.step > 1 or self.fold_starts is not None
 
     def end(self, filled: int) -> int:

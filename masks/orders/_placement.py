@@ -46,6 +46,9 @@ class Placement:
         heads have equal keys, in runs of step 1.
     num_tokens: number of positions, from 0 on, for which run-time tensors have values; 0 if they have values up to the
         last position of all queries and keys.
+
+    Construction raises ValueError for runs that are empty, of another step or outside [0, 2**31), and for several
+    entries of `keys` unless `complete`.
     """
 
     queries: Ranges
@@ -133,7 +136,10 @@ class Placement:
         return joined
 
     def key_slots(self, head: int) -> TokenIndices:
-        """Return where the key of each position is in the key tensor of one key-value head of this device."""
+        """Return where the key of each position is in the key tensor of one key-value head of this device.
+
+        Raises ValueError if two of its keys have one position.
+        """
         return _token_indices(self.keys[head if len(self.keys) > 1 else 0])
 
     def query_slots(self) -> TokenIndices:
@@ -226,7 +232,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class ActivePositions:
-    """Order of active positions, ascending; heads with equal ranges of positions and equal offset share a list of them.
+    """Order of active positions, ascending; heads with equal ranges of positions and equal offset may share a list.
 
     List r holds the positions p in the ranges runs[r] with p % segment % step == offsets[r].
 

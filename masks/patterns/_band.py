@@ -200,7 +200,7 @@ def causal() -> Pattern:
 def local_window(*, left: int, right: int) -> Pattern:
     """Pattern in which each query sees its own key, up to `left` keys before its position, and up to `right` after it.
 
-    Raises ValueError for left or right below 0.
+    Raises ValueError for left or right outside [0, 2**31).
 
     >>> masks.describe(masks.local_window(left=1, right=0), 4).useful_pairs
     7
@@ -214,7 +214,7 @@ def strided(stride: int) -> Pattern:
 
     It sees its own key, too. With a window of the `stride` keys before the query this is the strided form of the Sparse
     Transformer (arXiv 1904.10509): `(local_window(left=stride, right=0) | strided(stride)) & causal()`.
-    Raises ValueError for a stride below 1.
+    Raises ValueError for a stride outside [1, 2**31).
 
     >>> masks.describe(masks.strided(4), 8).useful_pairs
     16
@@ -231,7 +231,7 @@ def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     one dimension (arXiv 2209.15001), except that a window which crosses an end of the sequence is cut off and not
     shifted inwards.
 
-    Raises ValueError for left or right below 0 and for a rate below 1.
+    Raises ValueError for left or right outside [0, 2**31) and for a rate outside [1, 2**31).
 
     >>> masks.describe(masks.dilated_window(left=4, right=0, rate=2), 8).useful_pairs  # distances 0, 2 and 4
     20

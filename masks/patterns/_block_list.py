@@ -88,7 +88,7 @@ class BlockTable:
 
         table: index of the table for each box, shape (n,); the heads in `box` are ignored.
 
-        Bounds are exact for boxes that span at most 8 query blocks, and coarser for larger ones.
+        Bounds are exact for boxes that span at most 8 query blocks, and may be coarser for larger ones.
         """
         box = Box(table, *(clip(side, 0, self.limit) for side in (box.q, box.k)))
         rows = torch.where(box.q.count > 0, box.q.last // self.q_block - box.q.first // self.q_block + 1, 0)
@@ -266,7 +266,7 @@ class TableRule(Pattern):
 def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
     """Return the keys in `keys` whose block, of `block` tokens, has a number in `blocks`.
 
-    The result has one range for each run of consecutive numbers.
+    The result has at most one range for each run of consecutive numbers.
     """
     seen = set(blocks)
     firsts = sorted(number for number in seen if number - 1 not in seen)
@@ -312,7 +312,8 @@ class BlockList(TableRule):
     def from_data(cls, data: dict[str, Any]) -> BlockList:
         """Return the pattern with the stored fields `data`.
 
-        Raises ValueError for rows that are not in ascending order.
+        Raises ValueError or TypeError for values that `block_list` refuses, and ValueError for rows that are not in
+        ascending order.
         """
         made, rows = cls(data["rows"], data["block"]), data["rows"]
         given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))

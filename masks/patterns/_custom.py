@@ -56,7 +56,7 @@ _MOST_SINGLE_CELLS = 40  # of the grid, for which it is also called one by one
 
 @dataclass(eq=False)
 class CustomRule:
-    """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest.
+    """A checked mask_mod with its optional `classify` and `period`.
 
     digest: identifies the operations and tensors of both functions, and the period.
     recorded, classify: the mask_mod and `classify` as recorded functions with tensors on the CPU; classify may be None.
@@ -208,15 +208,16 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     A BlockMask as `fn` gives the pattern that compiled FlexAttention computes for it. In each batch entry and head,
     partial blocks allow the pairs of the mask_mod, full blocks all pairs, and blocks in no list none. The mask_mod may
     read `b` if the BlockMask has lists for several entries. Lists and lengths are copied. A call with positions beyond
-    the lengths raises ValueError. So does a call whose keys end before a block that is listed for one of its queries,
-    unless the lists allow exactly the pairs of the mask_mod. `custom` itself raises ValueError for lists that name a
-    block twice or do not fit the lengths.
+    the lengths raises ValueError, and so does one with another number of heads than the lists, if these are for
+    several. A call whose keys end before a block that is listed for one of its queries may raise ValueError. `custom`
+    itself raises ValueError for lists that name a block twice or do not fit the lengths, and TypeError for `classify`
+    or `period` beside a BlockMask.
 
-    `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
-    later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises
-    TypeError or ValueError if `fn` does not compute each pair alone, from its head and positions, by functions of
-    torch, or if `classify` or `period` fails a check of a few boxes or pairs. torch.compile cannot record: build the
-    pattern outside of compiled functions.
+    `fn` is called here, and not by later calls of attention: its torch operations are recorded with copies of the
+    values that it reads, and later changes of these have no effect. Functions with equal operations, values, `classify`
+    and `period` give equal patterns. Raises TypeError or ValueError if `fn` cannot be recorded, reads `b`, does not
+    return bool or, on a small grid, does not compute each pair alone, or if `classify` or `period` fails a check of a
+    few boxes or pairs. torch.compile cannot record: build the pattern outside of compiled functions.
 
     >>> masks.describe(masks.custom(lambda b, h, q, k: (q - k) % 3 == 0), 6).useful_pairs
     12
@@ -358,7 +359,8 @@ def rules_of_mask_mod(function: MaskMod, entries: int) -> list[Pattern]:
 def pattern_of_block_mask(block_mask: BlockMask, entries: int) -> Pattern:
     """Return the pattern of a BlockMask, whose mask_mod may read `b`, for calls of `entries` batch entries.
 
-    The lists must be for `entries` entries, or for a single one; then all entries share these lists.
+    The lists must be for `entries` entries, or for a single one; then all entries share these lists. Raises TypeError
+    or ValueError as `custom` does.
     """
     _refuse_graphs()
     return _from_block_mask.of_block_mask(block_mask, custom, _reads_entry, entries)
@@ -387,7 +389,8 @@ def _recorded_mask_mod(function: MaskMod) -> Recorded:
 def _checked_covers_pairs(name: str, recorded: Recorded) -> bool:
     """Return True if the function's result has the dims of queries and of keys in full, False if one broadcasts.
 
-    Raises TypeError or ValueError unless the function is an elementwise rule that does not depend on b.
+    Raises TypeError or ValueError if the result is not bool or may depend on b, and if calls on a small grid fail or
+    show that the function is not elementwise.
     """
     if recorded.dtype != torch.bool:
         raise _rule_error(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)

@@ -43,7 +43,8 @@ _MOST_COMPARED_PAIRS = 1 << 28
 class PositionsBelow(Pattern):
     """Pattern that allows every pair, but only binds to query positions below `queries` and key positions below `keys`.
 
-    `bind` raises ValueError for later positions, and for a number of heads other than `heads`, unless `heads` is None.
+    `bind` raises ValueError for later positions, and for a number of heads (over all devices) other than `heads`; with
+    None, any number fits.
     """
 
     queries: int = at_least(1)
@@ -192,8 +193,8 @@ def _lists_match_rule(
     """Return True if the lists are found to allow exactly the pairs that `rule` allows.
 
     In three cases the result is False even if the pairs are equal: the mask_mod indexes beyond the end of a tensor; the
-    rule differs by head and the lists are for a single head; or there are more than 2**28 pairs over all heads of the
-    lists, and `rule` is not `every()`.
+    rule may differ by head and the lists are for a single head; or there are more than 2**28 pairs over all heads of
+    the lists, and `rule` is not `every()`.
     """
     (queries, keys), (q_side, k_side) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if rule == every():
@@ -222,8 +223,8 @@ def partial_and_full_blocks(block_mask: BlockMask) -> tuple[Bool[Tensor, "B H R 
 
     An element is True where a row names the key block of that column.
 
-    Raises ValueError for lists that name a block outside of the lengths or twice, whose shapes do not fit the lengths
-    or each other, or that have no values.
+    Raises ValueError for lists that name a block outside of the lengths or twice, whose shapes or numbers of blocks do
+    not fit, or that have no values.
     """
     rows, columns = (-(-size // side) for size, side in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
     lists = block_lists(block_mask)

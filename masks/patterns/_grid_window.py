@@ -71,8 +71,7 @@ class GridWindow(OnGrid):
 
     Tokens are in row-major order; `grid` and `radius` have one entry for each axis, the outermost first. For a union of
     windows `radius` is a tuple of such tuples; from one to the next the first entry grows, and no other entry grows.
-    Radii are limited to the length of their axis minus 1, and windows that another window contains are left out, so
-    that equal rules are equal patterns.
+    Radii are limited to the length of their axis minus 1, and windows that another window contains are left out.
     """
 
     grid: tuple[int, ...]

@@ -40,7 +40,7 @@ _CELL = 16  # queries and keys of a square whose pairs are counted together
 
 @pattern_kind("mask")
 class Mask(RunTime):
-    """Pattern that allows the pairs for which the run-time tensor `name`, a mask of pairs, is True."""
+    """Pattern that allows the pairs that the run-time tensor `name`, a mask of pairs as `mask` takes it, allows."""
 
     num_dims = 3
 
@@ -172,7 +172,7 @@ class _CellRanges(NamedTuple):
 
 
 def _pairs_in_cells(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
-    """Return the number of allowed pairs in a rectangle of cells for each of n boxes; 0 for a box without cells.
+    """Return the number of True elements in a rectangle of cells for each of n boxes; 0 for a box without cells.
 
     sums: as in `MaskTable._cell_sums`.
     table: first index into `sums` for each box.

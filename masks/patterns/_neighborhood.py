@@ -38,11 +38,10 @@ _BOOLEAN = ("causal", "wrap")
 class Neighborhood(OnGrid):
     """Pattern that allows a pair iff along each axis of a token grid the key is in the query's window (see `Axis`).
 
-    Tokens are in row-major order. Each field is a tuple with one entry for each axis, the outermost first. Fields are
-    normalized, so that equal rules are equal patterns: `radius` is set if all windows have 2 * radius + 1 tokens and no
-    axis is causal, else `kernel_size` is; the other one is None. `stride` is None if it is 1 along all axes, `causal`
-    is None if no axis is causal, `wrap` is None if no axis wraps. `wrap` is False for an axis whose windows hold their
-    whole residue classes.
+    Tokens are in row-major order. Each field is a tuple with one entry for each axis, the outermost first, or None.
+    Fields are normalized: `radius` is set if all windows have 2 * radius + 1 tokens and no axis is causal, else
+    `kernel_size` is; the other one is None. `stride` is None if it is 1 along all axes, `causal` is None if no axis is
+    causal, `wrap` is None if no axis wraps. `wrap` is False for an axis whose windows hold their whole residue classes.
     """
 
     grid: tuple[int, ...]
@@ -228,9 +227,9 @@ def neighborhood(
     arXiv 2504.16922; the rule follows NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
 
     In row-major order a block of tokens covers one row or a few rows, so small windows leave most of a block
-    unused. `attend` therefore sorts the tokens of a whole grid into tiles of one block each, where it predicts that
-    tiles are faster; `describe` reports the overcompute. With `& causal()` or other patterns, or fewer tokens, the
-    order stays row-major.
+    unused. `attend` therefore sorts the tokens of a whole grid into tiles of at most one block each, where it predicts
+    that tiles are faster; `describe` reports the overcompute. With `& causal()`, or fewer tokens, the order stays
+    row-major.
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds an axis that does not wrap, a stride above
     its kernel size, both or neither of radius and kernel_size, a radius with a causal axis, an axis that is causal and

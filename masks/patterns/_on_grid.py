@@ -1,4 +1,4 @@
-"""Base of patterns over a token grid: a key is seen if it is in the query's window along every axis."""
+"""Base of patterns in which a query on a token grid sees the keys in a window, or in a union of windows."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class AxisWindows(Protocol):
 
 
 class OnGrid(Pattern):
-    """Base of patterns that allow a pair iff along each axis of a token grid the key is in the query's window.
+    """Base of patterns that allow a pair iff the key is in the query's window, or union of windows, on a token grid.
 
     Tokens are in row-major order. A subclass has the field `grid`, the lengths of the axes, the outermost first, and
-    `axes`, the windows along them.
+    `axes`, the windows along them; of a union, those of one window. A key is in a window if it is so along each axis.
     """
 
     grid: tuple[int, ...]

@@ -123,17 +123,15 @@ def random_blocks(
     """Pattern in which each block of `block` queries of each head sees `count` distinct key blocks, drawn at random.
 
     num_tokens: tokens that the blocks cover; positions beyond them see no key and are seen by no query.
-    block: tokens of a block. Kernels compute whole blocks of their own size, 128 tokens by default; a multiple of that
-        size has no overcompute.
+    block: tokens of a block. Kernels compute whole blocks of their own size, 128 tokens by default: prefer a multiple.
     count: number of key blocks of each query block.
     seed: in [0, 2**63).
     head: the head, counted over all devices, whose draw all heads use; None: each head has its own draw.
 
-    The draw depends only on these arguments and on the global head, so all ranks, platforms and versions agree on it:
-    the seed, the head, the number of the query block and the number of the draw are hashed in this order with
-    splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The upper 32 bits of the
-    hash are scaled to block numbers, and Floyd's method makes them distinct. Source: BigBird, arXiv 2007.14062, section
-    2.
+    The draw depends only on these arguments and on the global head, so all ranks and platforms agree on it: the seed,
+    the head, the number of the query block and the number of the draw are hashed in this order with splitmix64 (Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The upper 32 bits of the hash are scaled to
+    block numbers, and Floyd's method makes them distinct. Source: BigBird, arXiv 2007.14062, section 2.
 
     Raises ValueError for num_tokens, block or count below 1, a seed outside [0, 2**63), a head below 0, and a count
     above the number of blocks. Blocks are drawn later, for positions in use only: planning or computing with the

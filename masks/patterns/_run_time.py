@@ -90,7 +90,7 @@ class RunTime(Pattern):
     def transported(self, value: Any) -> Tensor:
         """Return a caller's value as the dense tensor that calls pass; a dense tensor is returned unchanged.
 
-        Raises TypeError or ValueError for values that the pattern does not take.
+        Raises TypeError or ValueError for a value that gives no such tensor.
         """
         return require_values(self.name, value)
 
@@ -187,7 +187,7 @@ class Table(Pattern):
     table of one row (see `of_entry`) or of equal rows.
 
     rows: the values, on the CPU.
-    digest: text that identifies shape and content.
+    digest: text that identifies shape and content; of a placeholder, the shape.
     reach: declared largest distance of allowed pairs, in tokens; None for no limit.
     known: False for a placeholder that represents all values of its shape.
     source: the run-time pattern without its tensor; None if the table was built directly.
@@ -356,7 +356,7 @@ def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
 def on_host(pattern: Any) -> Any:
     """Return the pattern with the run-time tensors that it carries moved to the CPU, except those on meta.
 
-    Calls with this pattern need not copy them again.
+    Calls with this pattern need not move them again.
     """
     found = {name: CarriedTensor(x if x.is_meta else x.cpu()) for name, x in pattern.given_tensors().items()}
     if not found:
@@ -434,7 +434,7 @@ def missing(name: str) -> str:
 
 
 def require_values(name: str, tensor: Any) -> Tensor:
-    """Return `tensor` if it is a dense strided tensor with values, not on meta; raise TypeError or ValueError if not.
+    """Return `tensor` if it is strided, not nested or quantized, and not on meta; else raise TypeError or ValueError.
 
     name: name of the run-time tensor, for errors.
     """

@@ -313,9 +313,9 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
     most: number of entries of each row.
     name: name of the tensor in texts and errors, unless `blocks` is a string. Names within a pattern must differ.
 
-    In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, `attend` reads the table directly: new
-    values need no planning and no compilation. In other compositions, such as `~selected_blocks(...)` or two uses of
-    it, each new table is planned. `fd.plan` and `describe` count the pairs that engine "aten" computes.
+    In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, engines "aten" and "flex" can read the
+    table directly: new values then need no planning and no compilation. In other compositions, such as
+    `~selected_blocks(...)` or two uses of it, each new table is planned.
 
     `attend` and `bind` raise TypeError for a tensor without integers, and ValueError for another shape or for blocks
     beyond the keys.
@@ -331,9 +331,9 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 def selected_keys(keys: Any, *, most: int | None = None, name: str = "selected_keys") -> Pattern:
     """Pattern in which each query sees the keys that a run-time table names: nearest neighbours, or top-k tokens.
 
-    It is `selected_blocks` with blocks of one token. `attend` gathers the listed keys, so work and memory follow the
-    number of entries; with many entries it uses a dense mask, for some queries at a time, if that is faster. The table
-    may be new in each call.
+    It is `selected_blocks` with blocks of one token. On CPU, `attend` by default gathers the listed keys, so work and
+    memory follow the number of entries; with many entries it uses a dense mask, for some queries at a time, if that is
+    faster. On accelerators with Triton, kernels read the listed keys in place. The table may be new in each call.
 
     keys: integers of shape (tables, queries, most) or (batch, tables, queries, most): the positions of the keys that
         each query sees, in any order. -1 is an empty entry; a repeated key counts once. The number of tables divides

@@ -36,7 +36,7 @@ from ._block_list import CellSums
 from ._key_rows import KeyRows, require_tables
 from ._run_time import CarriedTensor, RunTime, Table
 
-# B batch entries (or one for all of them), T matrices of a batch entry, N queries
+# B batch entries (or one for all of them), T matrices of a batch entry, N queries, E pairs
 # S numbers of a packed matrix: N; the number of keys; the N + 1 numbers of torch's crow_indices; the keys; then -1
 
 _CROW = 2  # index of the first number of crow_indices
@@ -71,7 +71,7 @@ class Sparse(RunTime):
     def key_rows(self, tensor: Tensor, extent: Extent) -> list[KeyRows]:
         """Return the keys of each query in each matrix: one item for each batch entry, or a single one for all entries.
 
-        Raises ValueError for a tensor that is no packed sparse matrix, or of another shape.
+        Raises ValueError for a tensor of no packed sparse matrices, or of matrices of another size than `extent`.
         """
         return [_key_rows(matrices) for matrices in self._checked_copy(tensor, extent)]
 

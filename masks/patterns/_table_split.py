@@ -90,7 +90,7 @@ def _intersection(first: Pattern, second: Pattern) -> Pattern:
 def numbered_pairs(pattern: Any) -> tuple[SparseTable, Int64[Tensor, " BS"], tuple[int, ...]]:
     """Number the pairs of `sparse(matrix)` or `selected_keys(table)`; return (pairs, index, shape).
 
-    pairs: the pattern's pairs, one packed matrix for each batch entry.
+    pairs: the pattern's pairs, one packed matrix for each batch entry, or one for all.
     index: one integer for each number of `pairs.rows`, flattened. Where that number is a key, it is the index of the
         pair's value in the flattened tensor of values; elsewhere 0, which is not read.
     shape: shape of the tensor of values. For `sparse` it is (E,), in the order of the matrix's E values. For

@@ -279,9 +279,11 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
     lengths: integers of shape (batch,) or (), the number of real tokens of each batch entry, from 0 to the number of
         positions. Or a string, the name under which `attend(bindings=)` passes the tensor.
     padding: the side of the padding, "right" or "left". For padding on the left, `p.per_document(lengths(n,
-        padding="left"))` counts positions from the first real token, so that results equal those without padding for
-        every pattern p that takes no run-time tensors.
+        padding="left"))` counts positions from the first real token, as without padding.
     name: name of the tensor in texts and errors, unless `lengths` is a string. Names within a pattern must differ.
+
+    Raises ValueError for another `padding`; when the tensor is used, raises TypeError or ValueError if its dtype,
+    values or shape do not fit.
 
     >>> masks.describe(masks.lengths([3]), 4).useful_pairs
     9
@@ -406,6 +408,8 @@ def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
         transformers. Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)`
         passes the tensor.
     name: name of the tensor in texts and errors, unless `visible` is a string. Names within a pattern must differ.
+
+    When the tensor is used, raises TypeError or ValueError if its dtype, values or shape do not fit.
 
     >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs
     6

@@ -145,7 +145,7 @@ class _PendingBuild:
 
 
 class Cache:
-    """Thread-safe LRU cache of built values; concurrent requests for a key share one build."""
+    """Thread-safe LRU cache of built values, with budgets of bytes and of entries."""
 
     def __init__(self, budget_bytes: int, budget_entries: int = DEFAULT_ENTRIES) -> None:
         self._lock = threading.Lock()
@@ -415,7 +415,7 @@ def cache() -> Cache:
     """Return the process-wide cache of plans and block lists.
 
     Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default
-    256 MiB and 16,384 entries. Raises ValueError if one is not a whole number.
+    256 MiB and 16,384 entries. Raises ValueError if one is not a whole number of at most 18 digits.
 
     >>> masks.cache().clear()
     """

@@ -48,7 +48,7 @@ def block_mask(
     device: torch.device | str = "cpu",
     block_size: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Return the BlockMask of a pattern for `flex_attention`, built from closed forms without a dense mask; cached.
+    """Return the BlockMask of a pattern for `flex_attention`, built from counts over boxes of pairs; cached.
 
     Its block lists equal those of `create_block_mask`. A mixture (a sum of patterns, where a pair may count more than
     once) gives the mask of its union; use `attend` for the counts.
@@ -185,8 +185,7 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
       rounded sizes. A pattern that carries its table is unchanged.
     * `block_list`: unchanged. Raises ValueError unless its block size divides `block` or is a multiple of it.
 
-    Longer segments and longer blocks of `blockwise` begin at other tokens: there are more pairs in total, but single
-    pairs may be lost.
+    Longer segments and longer blocks of `blockwise` begin at other tokens, so single pairs may be lost.
 
     In compositions, such as `&`, `|`, `+`, choices by head, `after` and `per_document`, each part is rounded. `causal`
     and `every` have no sizes. All other patterns are unchanged and have a line in `changes`, and so have patterns under

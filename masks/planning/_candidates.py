@@ -146,7 +146,7 @@ def options_of(
 def _with_masked_option(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
     """Return the options, followed by one with a dense mask where that may be cheaper.
 
-    It is added if `takes_mask` permits it and each option has block lists or several terms.
+    It is added if `takes_mask` permits it and no option is a single term without block lists.
     """
     plainly = any(len(each.terms) == 1 and not _has_block_lists(each) for each in options)
     if plainly or not takes_mask(len(bound.masked_heads), bound.num_queries, bound.num_keys, allowed):

@@ -134,7 +134,7 @@ def plan(
 def _split_for_engine(bound: Bound, engine: str) -> TableSplit | None:
     """Return `table_split` of a pattern whose table the engine reads without block lists; None for other patterns.
 
-    Each engine reads a table that `lists_keys` accepts; "aten" also any other, if the call's first key begins a block.
+    Such a table is one that `lists_keys` accepts or, for "aten", any other if the call's first key begins a block.
     """
     split = table_split(bound.pattern)
     if split is None or lists_keys(split.leaf):
@@ -340,6 +340,8 @@ def plan_at(
     The plan has the terms of all runs of queries. Its `options` are complete only if block lists cover all runs at
     once. Otherwise they are those of a single run, if possible of a run whose terms share rows; () if there are no
     parts.
+
+    Raises ValueError for a sequence that does not fit the pattern.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))

@@ -55,7 +55,7 @@ def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, 
 
     heads: num_heads and, if not all heads are on this device, head_offset and num_heads_global.
 
-    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+    Raises ValueError if the pattern does not fit the heads or tokens, or has unresolved run-time tensors.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
     whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
@@ -86,7 +86,8 @@ def choose_schedule(
     wire_vector_bytes: bytes of one encoded vector of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
-    Raises ValueError if the pattern does not fit the sharding's tokens and these heads.
+    Raises ValueError if the pattern does not fit the sharding's tokens and these heads, or lacks the values of its
+    run-time tensors.
     """
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
     tokens = sharding.num_tokens

@@ -258,7 +258,7 @@ def tokens_by_chunk(
 
     The numbers are undefined for a rank's own chunks. Arguments are as in `KVNeeds.of`.
 
-    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+    Raises ValueError if the pattern does not fit the heads or tokens, or has unresolved run-time tensors.
     """
     needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
@@ -317,7 +317,7 @@ class KVNeeds:
         head_offset: index of the first of these query heads among the query heads of all devices.
         num_heads_global: number of query heads on all devices; None: head_offset + num_heads.
 
-        Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+        Raises ValueError if the pattern does not fit the heads or tokens, or has unresolved run-time tensors.
         """
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
@@ -372,7 +372,7 @@ def work_of_ranks(
 
     A pair counts once for each branch of a mixture that allows it.
 
-    head_offset, num_heads_global: as in `KVNeeds.of`.
+    num_heads, head_offset, num_heads_global: as in `KVNeeds.of`.
     batch: number of batch entries; with 1, the largest batch size of the pattern's run-time tensors, as in `bind`.
 
     Raises ValueError if the pattern does not fit these sizes, or lacks the values of its run-time tensors.

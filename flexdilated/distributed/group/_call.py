@@ -127,7 +127,7 @@ class PartSums:
         self.dq: Tensor | None = None
 
     def attend(self, placement: Placement, k: Tensor, v: Tensor) -> None:
-        """Attend to keys k and values v at the positions of `placement`, and merge the result into the sums."""
+        """Merge attention to keys k and values v (B, G, S, D), at the positions of `placement`, into the sums."""
         k, v, placed = k.to(self.dtype), v.to(self.dtype), self.call.placed(placement)
         out, lse = placed.forward(self.queries, k, v, self.bindings, wide=True)
         if self.sums is None:
@@ -148,7 +148,7 @@ class PartSums:
         return with_dtype_and_strides_of(out, self.q), lse.contiguous()
 
     def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return [dk, dv] of keys k and values v, in float32 or wider; add this part's contribution to dq.
+        """Return [dk, dv] of keys k and values v (B, G, S, D), in float32 or wider; add this part's contribution to dq.
 
         placement: positions of this rank's queries and of these keys.
         """
@@ -228,8 +228,8 @@ def check_agreement(
 
     All ranks must make the same checks in the same order.
 
-    Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
-    not make the check within the group's timeout.
+    Raises ValueError on all ranks, with the facts that differ and the values of up to 8 calls; DistError if the group's
+    store fails, or some rank does not make the check within the group's timeout.
     """
     checks = _checks.setdefault(group_of(ranks.name), _Checks())
     digest, call = _digest_and_text(tuple(facts.items()))

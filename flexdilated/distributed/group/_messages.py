@@ -132,7 +132,7 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
 
 
 def shared_dropout(p: float, ranks: Ranks, after: Tensor) -> Dropout | None:
-    """Return a Dropout with the seed of rank 0, sent by one broadcast of 8 bytes; None, without broadcast, if p is 0.
+    """Return a Dropout with the seed of rank 0, sent to other ranks by one broadcast of 8 bytes; None if p is 0.
 
     p: probability of dropping an attention weight. Every rank draws a seed from torch's default generator of the
         device, so that generators in equal states stay equal.

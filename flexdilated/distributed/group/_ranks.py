@@ -108,6 +108,8 @@ class Traffic:
     * "shards": `unshard` and its gradient, also where modules call it, such as `SelectedAttention` with a mesh.
     * "set-up": the check that all ranks agree, the choice of codec "auto", and the seed of dropout.
 
+    Other transfers, such as those of `ImportanceTracker`, are not counted.
+
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
     """
 

@@ -34,13 +34,13 @@ class Sharding:
     A rank's tokens are in ascending order of position: its local token i is at the i-th position of `ranges(rank)`.
 
     order: "contiguous" gives each rank one contiguous range, in the order of the ranks. "zigzag" cuts the sequence into
-        2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a
-        causal pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
+        2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. With equal shards that balances
+        the work of a causal pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
 
     shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
         have one token more. In zigzag order a rank's two chunks are halves of its shard; if its length is odd, the
-        first chunk has one token more. After construction the field always holds the lengths, so two shardings are
-        equal if they have the same order and assign the same positions to each rank.
+        first chunk has one token more. After construction the field holds the lengths, so two shardings are equal
+        if they have the same order and assign the same positions to each rank.
 
     Raises TypeError or ValueError for other values.
 
@@ -79,11 +79,14 @@ class Sharding:
         return self.shard_lengths
 
     def length(self, rank: int) -> int:
-        """Return the number of tokens of rank `rank`."""
+        """Return the number of tokens of rank `rank`; raises TypeError or ValueError unless 0 <= rank < num_ranks."""
         return self.lengths[self._checked_rank(rank)]
 
     def ranges(self, rank: int) -> Ranges:
-        """Return the positions of rank `rank`: one or two ascending `range`s, or () for no tokens."""
+        """Return the positions of rank `rank`: one or two ascending `range`s, or () for no tokens.
+
+        Raises TypeError or ValueError unless 0 <= rank < num_ranks.
+        """
         chunks = [self._chunk(self._checked_rank(rank))]
         if self.order == "zigzag":
             chunks.append(self._chunk(2 * self.num_ranks - 1 - rank))
@@ -92,7 +95,12 @@ class Sharding:
         return tuple(chunk for chunk in chunks if chunk)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Int64[Tensor, " L"]:
-        """Return the position in the whole sequence of each token of rank `rank`, as rotary embeddings need it."""
+        """Return the position in the whole sequence of each token of rank `rank`, as rotary embeddings need it.
+
+        device: of the result; None for torch's default device.
+
+        Raises TypeError or ValueError unless 0 <= rank < num_ranks.
+        """
         runs = [torch.arange(run.start, run.stop, device=device) for run in self.ranges(rank)]
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -146,7 +154,7 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     at this rank's tokens, and its sum over the ranks is the gradient of the shared x. Gradients of parameters from
     which x is computed must be summed over the ranks too: DDP does so (and divides by W).
 
-    Raises TypeError or ValueError for other arguments, such as an x of fewer than all N tokens.
+    Raises TypeError or ValueError for other arguments, such as an x with another number of tokens than the sharding.
 
     >>> x = fd.distributed.shard(torch.randn(1, 4, 256, 64), mesh)
     """
@@ -174,8 +182,8 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
     ranks. So every rank must run the backward. If all W ranks compute the same loss from the whole, x.grad is W times
     the gradient of that loss: divide by W, or let DDP do it.
 
-    Raises TypeError or ValueError for other arguments, ValueError on all ranks if their arguments differ, and
-    torch.distributed.DistError if another rank fails.
+    Raises TypeError or ValueError for other arguments, and ValueError or torch.distributed.DistError if the ranks make
+    different calls or one of them fails.
 
     >>> fd.distributed.unshard(torch.randn(1, 4, 256, 64), mesh).shape
     torch.Size([1, 4, 256, 64])
@@ -274,9 +282,11 @@ own_tokens_sum.register_autograd(
 
 
 def _check_same_call(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
-    """Raise ValueError on all ranks unless they agree in call, dim and split, and in the dtype and other dims of x.
+    """Raise ValueError unless all ranks agree in call, dim and split, and in the dtype and other dims of x.
 
     call: name of the operation.
+
+    Raises DistError if some rank does not make the check within the group's timeout.
     """
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})

@@ -1,6 +1,6 @@
 """Codecs: encodings of key and value vectors in a message; codec "auto" is the narrowest that keeps an error bound.
 
-For "auto" all ranks choose the same codec, from the largest `peak_to_rms` of all ranks.
+For "auto" all ranks choose the same codec.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Codec:
     """Encoding that gives every vector of head_dim numbers the same number of bytes. Not differentiable.
 
     name: the encoding. None: vectors are unchanged. "bf16": rounded to nearest, with a relative error of at most 2⁻⁸
-        for normal numbers; infinite above 3.39e38; refused for float16, which is more precise. "int8": one byte per
-        number and one float32 scale per vector, its largest magnitude over 127, but at least the smallest normal
-        float32; errors are at most half a scale, apart from rounding to floats. With "int8" a vector that is not
-        finite, or whose scale exceeds float32, decodes to NaN.
+        where the result is a normal number; overflow gives infinity; refused for float16, which is more precise.
+        "int8": one byte per number and one float32 scale per vector, its largest magnitude over 127, but at least the
+        smallest normal float32; errors are at most half a scale, apart from rounding to floats. With "int8" a vector
+        that is not finite, or whose scale exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None

@@ -54,6 +54,8 @@ class PoolStatistics:
 class Lease:
     """A tensor that the caller may use until `release`, or until the end of a `with` block, which yields the tensor.
 
+    After that, `tensor` raises RuntimeError.
+
     If a lease is garbage-collected before its release, its buffer leaves the pool, as its tensor may still be in use.
     """
 
@@ -95,6 +97,8 @@ class BufferPool:
     threshold_bytes: smaller tensors are allocated by torch, outside the pool.
     budget_bytes: bound on the memory of all buffers; None: no bound. Above it idle buffers are freed, least recently
         returned first; leases are always served, and a buffer that exceeds the budget is freed on return.
+
+    Raises ValueError for a number of bytes that is negative or no integer.
 
     >>> pool = fd.distributed.BufferPool('cpu', threshold_bytes=1 << 16)
     """

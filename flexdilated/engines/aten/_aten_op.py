@@ -64,14 +64,14 @@ def plan_aten(
     On CPU the plan is that of `masks.planning.plan` for tokens in the order of `layout`. It has the options of
     `choice`; without a choice, or where the pattern lacks them, it has the `allowed` options of lowest predicted cost.
 
-    On CUDA the tokens are in natural order, and each branch has its cheapest option whose terms are all dense or
-    causal, as "aten" has no other kernels there; layout, choice and allowed are not used.
+    On other devices the tokens are in natural order, and each branch has its cheapest option whose terms are all dense
+    or causal; layout, choice and allowed are not used.
 
     kind: kind of device, such as "cpu".
     choice: options that were measured to be the fastest.
     operands: sizes on which costs depend; None for the device's usual sizes.
 
-    Raises ValueError on CUDA for a branch without such an option.
+    Raises ValueError there for a branch without such an option.
     """
     if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
@@ -292,8 +292,7 @@ def _planned_programs(
     kind: kind of device, such as "cpu".
     choice, operands: as in `program_of`.
 
-    There is one pair for all `batch` entries, unless run-time tensors give the entries different masks that can neither
-    be joined to one sequence nor computed as hidden keys.
+    There is one pair for all `batch` entries, unless run-time tensors give the entries different masks.
     """
     written = call.pattern
     if not bindings:

@@ -159,7 +159,7 @@ class Program:
         return dq, self._clear_keys(dk), self._clear_keys(dv)
 
     def _steps_with_operands(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, KernelTensors]]:
-        """Yield each step with its gathered q, k and v; consecutive steps over equal keys share one copy of k and v."""
+        """Yield each step with its gathered q, k and v; consecutive steps with equal `keys` get the same k and v."""
         visible = None
         if self.visible is not None:
             visible = self._to_plan_order(self.visible[:, None].expand(len(k), k.shape[1], -1))
@@ -221,7 +221,7 @@ def _sort_terms(
     """Return the (queries, keys, term) of a program in the order in which its terms are computed.
 
     Terms whose query side has `has_all_tokens` come first, as the sum over terms can start from the result of such a
-    term. Among these, and among the remaining terms, terms over equal keys are adjacent, to share one copy of the keys.
+    term. Among these, and among the remaining terms, terms with equal key sides are adjacent.
     """
     seen: dict[TokenGather, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
@@ -233,7 +233,12 @@ def _sort_terms(
 
 
 def _kernel_calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
-    """Return the kernel calls of a term with a block list; terms with equal `at_origin` share a cache entry."""
+    """Return the kernel calls of a term with a block list.
+
+    block_size: (queries, keys) of a block; empty for the term's `block_side`.
+
+    Terms with equal `at_origin` and block sizes have one cache entry.
+    """
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(

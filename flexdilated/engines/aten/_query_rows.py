@@ -151,6 +151,8 @@ class QueryRows:
 
         Padding is left out.
 
+        rows: all queries by head set, as `_by_set` returns them.
+        parts, lses: out and lse, of shapes (results, g, D) and (results, g).
         begin: for each problem, the index of the first result of its head set.
         """
         groups = rows.shape[2]
@@ -200,7 +202,7 @@ class QueryRows:
     def _add_grads(
         self, each: Problems, blocks: _KeyValues, whole: Sequence[Tensor], scale: float, totals: Sequence[Tensor]
     ) -> None:
-        """Add the gradients of a batch of problems to `totals`, (dq, dk, dv), in place.
+        """Add the gradients of a batch of problems to `totals`, (dq by head set, dk and dv by block), in place.
 
         whole: (q, gradient of out, out, lse) of all queries, by head set, as `_by_set` returns them.
         """

@@ -140,8 +140,8 @@ class _DenseMask:
     def chunks(self, q: Float[Tensor, "B H N D"]) -> Iterator[tuple[slice, slice, Float[Tensor, "#B #H n m"]]]:
         """Yield (slice of queries, slice of keys, additive mask of their pairs); together they have all queries.
 
-        Queries that end before index `end` get the first `KeyLists.num_masked_keys(end)` keys. For meta tensors, only
-        the first `META_CHUNKS` slices of queries are yielded, with all keys and a mask that hides all pairs.
+        A slice of queries that stops at `end` gets the first `KeyLists.num_masked_keys(end)` keys. For meta tensors,
+        only the first `META_CHUNKS` slices of queries are yielded, with all keys and a mask that hides all pairs.
         """
         entries, tables, queries = self.lists.shape
         heads = 1 if tables == 1 else self.num_heads

@@ -45,11 +45,14 @@ def run_flex(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """Return (out, natural lse) of attention by a FlexProgram; the lse is None without `features.return_lse`.
 
-    The program's terms are gathered, computed and merged by a function that is compiled once for the program's
-    structure and each `compilation_key`. In a traced graph, the function's operations become part of the graph. Pairs
-    that dropout drops are left out of the softmax and of the lse; out is not divided by 1 - dropout_p.
+    The program's terms are gathered, computed and merged by a function that is compiled for the program's structure and
+    the `compilation_key`. In a traced graph, the function's operations become part of the graph. Pairs that dropout
+    drops are left out of the softmax and of the lse; out is not divided by 1 - dropout_p.
 
     kernel: function to call in place of flex_attention, without compilation; None for flex_attention.
+
+    Raises ValueError if the program has steps for other numbers of heads, and RuntimeError if the function to compile
+    runs uncompiled.
     """
     returns_lse, sinks = features.return_lse, features.sinks
     if not program.steps:
@@ -88,7 +91,7 @@ def from_arguments(scale: str, score_mod: Any, sinks: Any, dropout_p: str, *othe
 
 
 def compilation_key(q: Tensor, k: Tensor, v: Tensor, features: Features, blocks: Sequence[tuple[int, int]]) -> Hashable:
-    """Return the key of a compiled function: calls of one device, key and program structure share it.
+    """Return the key of a compiled function, beside its device and the structure of its program.
 
     The key has the dtype, the gradient modes, which of q, k and v get a gradient, and the features without their
     tensors. On CPU it also has the shapes of q and k. On accelerators it has instead the numbers of heads, the head
@@ -155,7 +158,7 @@ def _compile(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """Return, for each guard, whether it is checked: guards on numbers of a program's modules are not."""
+    """Return, for each guard, whether it is checked: guards on a program's modules are not."""
     # The numbers are part of the key under which the compiled function is cached.
     modules = "L['steps']", "L['enter']", "L['sizes']"
     return [
@@ -196,7 +199,12 @@ def _run_steps(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out in q's dtype, natural lse) of a program's steps, of which there is at least one, merged by lse.
 
+    tables: block tables of each step.
+    enter: `FlexProgram.enter`; None if q, k and v are in the plan's order of tokens.
+
     Without `features.return_lse` the lse is None, sinks are ignored, and steps must share no rows: outputs are added.
+
+    Raises ValueError if the steps are for other numbers of heads.
     """
     if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # the check makes head counts constants of the graph
         raise ValueError(

@@ -74,7 +74,6 @@ def run_time_program(
         shapes. False allows smaller blocks where these values give short lists.
 
     The plan does not depend on the values: the terms are those of `blank_program`, with the values in their rules.
-    Heads with equal values share a block table.
 
     Raises ValueError unless each run-time tensor has 1 or `batch` batch entries.
     """
@@ -321,7 +320,7 @@ def flex(
     bindings: the pattern's run-time tensors, sorted by name.
     call: pattern and sizes.
 
-    Raises ValueError for tensors and block sizes that FlexAttention's kernels do not support.
+    Raises ValueError for numbers of elements, block sizes and selected blocks that the kernels do not support.
     """
     if not features.drops:
         return _attend_in_parts(q, k, v, bindings, call, features)

@@ -74,7 +74,7 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
 
 
 def _options_for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return options that give a kernel more warps or smaller tiles; {} if torch's defaults leave it enough registers.
+    """Return options that give a kernel more warps or smaller tiles; {} for torch's defaults.
 
     given: the caller's options. If they have num_warps, which is for forward and backward, the result has neither
         fwd_num_warps nor bwd_num_warps; the same holds for BLOCK_N.

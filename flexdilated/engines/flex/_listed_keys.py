@@ -53,6 +53,8 @@ class ListedKeys:
 
         selection: split of the call's pattern, whose `leaf` lists single keys.
         bindings: the pattern's run-time tensors, sorted by name.
+
+        Raises TypeError or ValueError for run-time tensors that do not fit the call.
         """
         source = KeyTable.of(call, selection, bindings, q)
         if source is None:
@@ -148,6 +150,8 @@ def _with_contiguous_last_dim(x: Tensor) -> Tensor:
 class KeyTable:
     """A run-time table of single keys on an accelerator; only `lists` copies its values to the host.
 
+    selection, bindings: as in `ListedKeys.of`.
+    batch: number of batch entries of the call.
     rows: keys of each query of the call, as positions, in any order; negative for none. A repeated key counts once, and
         a position outside the call's keys does not count.
     rule: mask that further restricts the table's pairs.

@@ -45,7 +45,7 @@ def portable(
 
     bindings: the pattern's run-time tensors, sorted by name.
 
-    Gradients reach q, k, v, sinks and every tensor that score_mod reads.
+    Gradients reach q, k, v, sinks and the tensors that score_mod reads.
     """
     if features.score_mod is None:
         tensors, p = with_seed(bindings, features.dropout)
@@ -187,7 +187,13 @@ def portable_backward(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of `portable_op`, in the dtypes of q, k and v."""
+    """Return (dq, dk, dv) of `portable_op`, in the dtypes of q, k and v.
+
+    grad_out, grad_lse: gradients of its results; None for a gradient of 0.
+    out, lse: its results.
+
+    The other arguments are those of `portable_op`.
+    """
     call, whole = Call.of(q, k, constants, q_offset, k_offset), WholeRows(out, lse, grad_out, grad_lse)
     bindings, dropout = without_seed(bindings, dropout_p)
     return portable_gradients(call, q, k, v, bindings, whole, Features(scale).with_dropout(dropout))

@@ -137,7 +137,7 @@ class FlexProgram:
 
         A mask reads its pattern's numbers from tensors, so these numbers are not in the key. The key has the constants
         of the graph: the other values that mask functions capture, and `Structure.numbers` of each step, such as block
-        sizes and the step of a gather, which is a dilation rate.
+        sizes and the step of a gather.
         """
         steps = ((function_key(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps
@@ -186,7 +186,7 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """Return (queries, keys) of square blocks for a term: small blocks, of side TILE or more, whose lists are short.
+    """Return (queries, keys) of small square blocks for a term, of side TILE or more, with short lists if possible.
 
     Lists are short if they have at most _MOST_NUMBERS numbers in all. The search doubles the side until even full lists
     are short, or until a larger side makes them no shorter. It then halves the side as long as the lists are sure to be

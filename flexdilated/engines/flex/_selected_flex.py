@@ -137,7 +137,8 @@ def attend_selected(
         first query. Blocks outside the keys are ignored, and a block that is named twice counts once.
     classes: for each (query block, key block), 2 only if both are whole and `rest` allows every pair, else 1; None if
         not known. It is read only if no queries are gathered.
-    features: with return_lse; sinks and dropout are ignored.
+    features: with return_lse; sinks and dropout are ignored. Its score_mod takes the global head and positions.
+    kernel: function called like flex_attention.
     """
     blocks, tokens, unit = -(-k.shape[2] // sizes.k_block), q.shape[2], sizes.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)

@@ -111,6 +111,7 @@ def prepare_call(
 
     It is cached if the mask that further restricts the pairs in selected blocks has no run-time tensors.
 
+    bindings: all run-time tensors of the call's pattern, sorted by name.
     blank_rest: True, for a trace, to use placeholders for the values of this mask's run-time tensors.
 
     Raises TypeError or ValueError if the table does not fit the call.

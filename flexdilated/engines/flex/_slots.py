@@ -1,8 +1,7 @@
 """Gathers between tokens of a tensor and slots of a term, by index arithmetic or by an index tensor.
 
 A token of a head has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a
-scatter. All operations are plain torch, so inductor fuses them. Numbers of a pattern are graph constants; lengths are
-dynamic.
+scatter. All operations are plain torch. Numbers of a pattern are graph constants; lengths are dynamic.
 """
 
 from __future__ import annotations
@@ -156,13 +155,13 @@ class _SlotMap:
         return ahead // segment * width + place // step, active
 
     def source(self, head: Tensor) -> Tensor:
-        """Return the head of the tensor that each head of the term reads."""
+        """Return the head of the tensor that each of these heads of the term reads."""
         groups = self.numbers[0]
         head = head if self.rows.heads is None else self.rows.heads[head]
         return head if groups == 1 else head // groups
 
     def place(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (the term's head for each query head, mask of the query heads in the term; None if all are).
+        """Return (the term's head for each of these query heads, mask of those in the term; None if all are).
 
         A query head that is not in the term gets head 0.
         """
@@ -218,7 +217,7 @@ def _take_or_fill(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, 
 class _TakeOrPut(torch.autograd.Function):
     """Autograd function that gathers a term's slots from a tensor's tokens or, if not `to_slots`, tokens from slots.
 
-    The gradient is the inverse gather.
+    The gradient is the inverse gather, summed over the query heads that read one head of the tensor.
 
     length: number of slots or tokens of the result.
     """

@@ -84,9 +84,9 @@ def backward(
 class _Folding:
     """Reshapes of (B, H, F, ...) to the two leading dims of a kernel and back, without a copy where strides allow it.
 
-    keep_heads: True for (B * F, H), False for (B * H * F, 1), where each head's tokens are contiguous in the kernel's
-        output. True if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value heads
-        than query heads, or if B is 1 and the folds leave some tokens out.
+    keep_heads: True for (B * F, H), False for (B * H * F, 1). True if tokens precede heads in memory (a transposed
+        (B, N, H, D)), if there are fewer key/value heads than query heads, or if B is 1 and the folds leave some tokens
+        out.
     """
 
     batch: int

@@ -58,7 +58,7 @@ def convert(model: nn.Module, pattern: AnyPattern | PatternChooser | None) -> Re
     for a model without a module that the pattern may replace, a pattern that does not fit a module's heads or has
     run-time tensors, and a converted module whose class was replaced later, as by `fully_shard`. Calls of the model
     raise ValueError for need_weights=True, for masks that are neither causal nor padding, and for numbers of queries
-    and keys that do not fit the pattern.
+    and keys that do not fit the pattern; in a compiled graph, such masks may raise RuntimeError.
 
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
     >>> print(fd.convert(model.eval(), masks.local_window(left=31, right=31)))

@@ -241,7 +241,7 @@ def ancestors(name: str, model: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A converted attention module: its name in the model, number of heads, and pattern.
+    """A converted attention module: its name in the model, number of heads (0 if unknown), and pattern.
 
     kind: package and class, such as torch.MultiheadAttention.
     """

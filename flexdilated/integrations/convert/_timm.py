@@ -46,7 +46,7 @@ class Attention(ScaledDotProduct):
 
 
 def candidate_of(name: str, module: Any) -> Candidate | None:
-    """Return the `Candidate` of a module of timm that computes attention; None for any other module.
+    """Return the `Candidate` of a module of a class in `_SUPPORTED` or `_UNSUPPORTED`; None for any other module.
 
     name: name of the module in its model.
 

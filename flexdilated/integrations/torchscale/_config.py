@@ -37,7 +37,7 @@ class LongNetEncoderConfig:
         it grows linearly from 0 at the first layer, so it has no effect with depth 1.
     engine: as in `attend`.
 
-    Raises ValueError or TypeError for values that do not fit together.
+    Raises ValueError or TypeError for values that are out of range or do not fit together.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
@@ -93,8 +93,8 @@ class LongNetEncoderConfig:
         changes: fields of this class that override the translation; padding is otherwise "zeros" and merge_grad
             "exact".
 
-        Raises ValueError that names every option that is required and missing, that EncoderConfig does not have, or
-        that is not supported and would change the computation.
+        Raises ValueError that names every option that is required and missing, unknown, or not supported; also
+        ValueError or TypeError for values that the class refuses.
         """
         given = dict(config)
         refused = [
@@ -156,7 +156,7 @@ _KNOWN = {*_ONLY_SUPPORTED, *_WITHOUT_EFFECT, *_BRANCHES, *(name for name, _ in 
 def _integers_from(name: str, value: Any) -> tuple[int, ...]:
     """Convert a list of integers, or its text such as "[1024, 2048]", to a tuple.
 
-    Raises ValueError for other values. name: name of the option in this error.
+    Raises ValueError for values that cannot be converted. name: name of the option in this error.
     """
     try:
         read = literal_eval(value) if isinstance(value, str) else value

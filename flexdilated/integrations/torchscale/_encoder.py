@@ -180,8 +180,8 @@ class LongNetEncoder(nn.Module):
         changes: fields of `LongNetEncoderConfig` that override the translation, such as padding=None for exact
             attention, or merge_grad="detached" for torchscale's gradients.
 
-        Raises ValueError that names all options that do not fit, or the keys of state_dict that are missing, unknown or
-        of another shape, up to 12 of each kind.
+        Raises as `LongNetEncoderConfig.from_torchscale`, and ValueError that names the keys of state_dict that are
+        missing, unknown or of another shape, up to 12 of each kind.
         """
         encoder = cls(LongNetEncoderConfig.from_torchscale(config, **changes))
         if state_dict is not None:

@@ -63,7 +63,7 @@ class SlideEncoderConfig:
     pooling: "cls", the output of the class token, or "mean" over the tiles.
     norm_eps: epsilon of the layer norm after pooling.
 
-    Raises ValueError or TypeError for values that do not fit together.
+    Raises ValueError or TypeError for a size below 1, an unknown pooling, and an embed_dim that is no multiple of 4.
 
     >>> from flexdilated.integrations.torchscale import SlideEncoderConfig
     >>> SlideEncoderConfig().encoder.segment_lengths
@@ -151,7 +151,8 @@ class SlideEncoder(nn.Module):
         mesh, schedule: as in the class.
         changes: fields of the encoder's config, such as padding=None.
 
-        Raises ValueError that names the keys that are missing, unknown or of another shape, up to 12 of each kind.
+        Raises TypeError for a checkpoint that is no mapping, and ValueError that names the keys that are missing,
+        unknown or of another shape, up to 12 of each kind.
         """
         if not isinstance(checkpoint, Mapping):
             raise TypeError(
@@ -166,7 +167,10 @@ class SlideEncoder(nn.Module):
         return model
 
     def reset_parameters(self) -> None:
-        """Initialize as published: linear weights Xavier-uniform, biases 0, class token of standard deviation 0.02."""
+        """Initialize as published: linear weights Xavier-uniform, biases 0, class token of standard deviation 0.02.
+
+        Layer norms are left unchanged.
+        """
         nn.init.normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -265,7 +269,7 @@ class SlideEncoder(nn.Module):
     def _position_embeddings(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
         """Return position embeddings: the second coordinate's in the first half of the channels, then the first's.
 
-        Raises ValueError for tiles outside the grid, but not in a compiled graph.
+        Raises ValueError for tiles outside the grid, but not in a compiled graph or for meta tensors.
         """
         grid, quarter = self.config.grid_size, self.config.encoder.embed_dim // 4
         tiles = torch.floor(coordinates / self.config.tile_size).long()

@@ -76,8 +76,8 @@ def set_pattern(
         stores only its repr, from which it cannot be loaded.
     compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
         "replace", the pattern without the model's rule. Padding and packed sequences are masked in both cases, and
-        positions count from a sequence's first token that is not padding, so padding around its tokens does not change
-        its outputs.
+        a pattern's positions count from a sequence's first token that is not padding, so padding around its tokens does
+        not change its outputs.
     name: the `attn_implementation` to register and to set.
 
     A part with a config of its own that cannot be served, such as a vision tower that makes its masks itself, keeps the
@@ -240,11 +240,12 @@ def visibility(
 ) -> Visibility:
     """Mask function for transformers: return the model's rule and the padding as patterns, not as an (N, M) tensor.
 
-    q_length, kv_length: N and M.
+    batch_size, q_length, kv_length: B, N and M.
     q_offset, kv_offset: positions of the first query and key.
     mask_function: the model's rule (batch, head, query, key) -> bool; None allows all pairs.
     attention_mask: booleans (B, L), True for tokens that are not padding, where tokens from L on are padding; None for
         no padding; a `Visibility` is returned unchanged.
+    device: of the replaced mask.
     """
     if isinstance(attention_mask, Visibility):
         return attention_mask  # made earlier; `generate` does so for static caches
@@ -263,13 +264,15 @@ def _restrict_to_documents(
 ) -> Visibility:
     """Return the mask restricted to packed documents, whose beginnings are found in position_ids.
 
-    Returns `mask` itself if no documents are found, or if the model's rule has them already. The result is computed
-    once for all layers that get `mask`.
+    Returns `mask` itself if no documents are found, if the model's rule has them already, and, in a model without
+    hooks, for a module that is not causal. The search is made once for all layers that get `mask`.
 
     query: only its number of queries is read.
     options: `options` of `attention`; their position_ids are used in a model without hooks.
     ready_made: True if the model passed a mask tensor or None, from which `mask` was made.
     evicts: True for keys of a `FlexdilatedCache`.
+
+    Raises ValueError for documents that the model or its cache cannot keep apart.
     """
     if mask.are_documents_read:
         return mask.restricted or mask
@@ -364,9 +367,9 @@ def attention(
         tables of H / T consecutive heads each, padded with -1; None for all.
 
     Raises TypeError for an attention_mask of another type, such as a BlockMask. Raises ValueError for a mask tensor
-    that differs between queries or changes scores of visible keys, for output_attentions=True, for dropout,
-    position_bias, indices or block_indices with a FlexdilatedCache, and for these or softcap in a layer that selects
-    blocks.
+    that differs between queries or changes scores of visible keys, for packed documents that the model or its cache
+    cannot keep apart, for output_attentions=True, for dropout, position_bias, indices or block_indices with a
+    FlexdilatedCache, and for these or softcap in a layer that selects blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(

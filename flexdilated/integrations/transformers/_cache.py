@@ -54,12 +54,12 @@ def _require_config(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FlexdilatedCache(Cache):
-    """KV cache of a model's attention layers that keeps only keys that later queries can see.
+    """KV cache of a model's attention layers that evicts keys no later query can see.
 
     Pass it to a model with this library's attention: `generate(past_key_values=FlexdilatedCache())`, from transformers
-    5.24 on `generate(cache=FlexdilatedCache())`. Other keys are evicted, so a pattern with bounded lookback has bounded
-    memory for any number of generated tokens; a decoding step computes only the pairs of the new token. In an
-    encoder-decoder it caches self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
+    5.24 on `generate(cache=FlexdilatedCache())`. A pattern with bounded lookback has bounded memory for any number of
+    generated tokens; a decoding step computes only the pairs of the new token. In an encoder-decoder it caches
+    self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
 
     config: the model's config. Required for models with linear attention or convolutions, whose states are then cached
         as transformers does.

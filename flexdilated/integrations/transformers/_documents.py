@@ -140,7 +140,7 @@ class ModelCall:
         self.last_position = torch.where(several, _SEVERAL, end)
 
     def _take_largest_in_masks(self) -> Tensor | None:
-        """Return the largest number, as (1, 1), in the outermost pass's 2-D masks that are not boolean.
+        """Return the largest number, as int64 of shape (1, 1), in the outermost pass's 2-D masks that are not boolean.
 
         None if it has no such masks, and in all calls of this method after the first within the outermost pass.
         """
@@ -164,7 +164,7 @@ class ModelCall:
         If any sequence has several documents, _SEVERAL is stored in place of all positions. Nothing is stored in a pass
         without position_ids, cache, or attention layers.
 
-        output: result of the forward, which has the cache if the arguments have none.
+        output: result of the forward, which is searched for a cache if the arguments have none.
 
         Raises ValueError if position_ids begin several documents, and attention layers ran but none could read them.
         """
@@ -244,7 +244,7 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _mixes_tokens(model: PreTrainedModel) -> bool:
-    """Return True if a model's tokens reach each other outside of attention: by states, convolutions or embeddings."""
+    """Return True if a model is known to mix tokens outside of attention: by states, convolutions or embeddings."""
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers if hasattr(config, "num_hidden_layers") else []
     return (
@@ -298,7 +298,7 @@ def _on_host(x: Tensor) -> Tensor:
 def _copy_all_to_host(
     positions: Tensor | None, last: Tensor | None, largest: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (positions, last, largest), of shapes (B, N), (B, 1) and (1, 1), copied to the CPU in one transfer.
+    """Return (positions, last, largest), of shapes (B, N), (B, 1) and (1, 1), copied to the CPU as int64.
 
     Each is expanded to the largest B among them; None stays None. In a compiled graph they are not copied or expanded.
 

@@ -62,8 +62,8 @@ def choose_patterns(
     pattern, compose: as in `set_pattern`; if `pattern` is None, both come from the model's config.
     unserved: {path: reason} from `unserved_parts`; the layers of these parts get None.
 
-    Raises ValueError or TypeError for patterns that do not fit the layers, and for a mapping that has a pattern for a
-    layer of a part in `unserved`.
+    Raises ValueError or TypeError for arguments that `set_pattern` does not take, and ValueError for a mapping that has
+    a pattern for a layer of a part in `unserved`.
     """
     layers = attention_layers(model)
     kept = {layer: reason for path, reason in unserved.items() for layer in attention_layers(model.get_submodule(path))}
@@ -164,7 +164,7 @@ def patch_config_to_dict() -> None:
 
 
 def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:
-    """Hook of `state_dict` that warns if adapters are saved, as PEFT does not save the base model's patterns."""
+    """Hook of `state_dict` that warns, if a model has adapters and patterns, that PEFT does not save the patterns."""
     adapted = ".base_model." in f".{prefix}" or getattr(model, "_hf_peft_config_loaded", False)
     if adapted and hasattr(model.config, _PATTERNS_KEY):
         warn(
@@ -198,7 +198,7 @@ def _check_pattern(number: int, layer: nn.Module, pattern: Any) -> None:
 
 
 def _json_or_repr(pattern: LayerPattern) -> str:
-    """Return a pattern as JSON; for custom functions and selections, which have no JSON, the repr."""
+    """Return a pattern as JSON, or its repr if it has no JSON, as with custom functions and selections."""
     if isinstance(pattern, SelectedAttention):
         return repr(pattern)
     try:

@@ -58,8 +58,8 @@ def pattern_from_mask_function(function: Callable[..., Any], begin: Pattern | No
     If the function itself counts positions from the starts of packed sequences, the result has a pattern of these
     sequences in place of `begin`.
 
-    Raises ValueError for a function that allows no pair, and for operations on positions that the rules of transformers
-    do not use.
+    Raises ValueError for operations on positions and results that are not supported, and for the result `new_zeros` of
+    a position, alone or joined with other rules by `&`.
     """
     with _SymbolicLookups():
         try:
@@ -84,7 +84,7 @@ class _Batch:
 
 
 class _Head:
-    """Symbolic index of a head; no rule of transformers uses it."""
+    """Symbolic index of a head."""
 
 
 class _FirstPosition:
@@ -94,8 +94,8 @@ class _FirstPosition:
 class _SymbolicLookups(TorchFunctionMode):
     """Mode that makes look-ups of tensors with symbolic indices return symbolic values.
 
-    table[batch, position] gives a `_Position` with this table, or a `_PairRule` if the table is boolean; table[batch]
-    gives `_FirstPosition`.
+    table[batch, position] gives a `_Position` with this table; a boolean table gives a `_PairRule` at a key's position,
+    and ValueError at a query's. table[batch] gives `_FirstPosition`.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

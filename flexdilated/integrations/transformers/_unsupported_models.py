@@ -25,7 +25,7 @@ KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
 def unserved_parts(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, str]:
-    """Return {path: reason} of the parts of a model whose attention this library would not compute correctly.
+    """Return {path: reason} of the parts of a model whose attention, by its source code, this library cannot compute.
 
     Such a part is a model with a config of its own that is not the config of the text, such as a vision tower: it can
     keep the attention of transformers.
@@ -122,7 +122,7 @@ def _is_indexer_call(node: ast.AST) -> bool:
 
 @cache
 def _why_unserved(kind: type[nn.Module]) -> str | None:
-    """Return why a class of attention layers cannot be supported, from its forward's source code; None if it can."""
+    """Return why a class of attention layers, by the source of its forward, cannot be supported; None for no reason."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
     nodes, of_indexer = [*_forward_nodes(kind)], set[ast.AST]()
     if _hands_over_indices(kind):  # it takes a dense mask of all pairs
@@ -163,7 +163,7 @@ def _is_unchanged(mask: ast.expr, arguments: set[str]) -> bool:
 
 @cache
 def _reads_masks(kind: type[nn.Module]) -> bool:
-    """True if modules of this class compute with the values of the attention mask.
+    """True if modules of this class are taken to compute with the values of the attention mask.
 
     These are the classes in `_MAKE_MASKS`, which build a mask, and classes, except PreTrainedModels, whose `forward`
     takes attention_mask and computes a softmax or reads the mask's dtype.

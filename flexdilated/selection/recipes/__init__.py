@@ -1,4 +1,4 @@
-"""Named recipes: published methods of data-dependent attention, with their defaults.
+"""Named recipes: methods of data-dependent attention, most of them published.
 
 Methods that only choose blocks are functions that return a `BlockSelector`. `LightningIndexer` is a module that chooses
 single keys. Methods that compute more than attention over chosen blocks are modules, too: `NativeSparseAttention`,

@@ -43,7 +43,7 @@ class LightningIndexer(nn.Module):
     num_heads, head_dim: of the index queries.
     rope_dim: rotated channels of a head, even; 0 for none.
     base: base of the rotary embedding's frequencies.
-    within: the pairs that may be chosen: causal(), or its intersection with patterns that hide further keys.
+    within: a set pattern, the pairs that may be chosen; causal() in the paper.
 
     Its parameters have the names and shapes of the indexer in published checkpoints: wq_b, wk, k_norm, weights_proj.
 
@@ -150,7 +150,8 @@ class LightningIndexer(nn.Module):
             left out of the mean.
         x, queries, rotary, bindings, within: as in `forward`.
         q, k: queries and keys of the attention; G divides H.
-        chosen: the result of `forward`, or another table of keys, in which a repeated key counts once.
+        chosen: the result of `forward`, or another table of keys, in which a repeated key counts once. -1 stands for
+            none, and on accelerators so does every other number that is no key.
         scale: the attention's factor on scores, a number; None: 1 / sqrt(D).
 
         Gradients reach only the indexer's parameters, and are exact; all other inputs count as constants.

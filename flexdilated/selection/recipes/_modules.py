@@ -72,7 +72,7 @@ class CoarseToFineAttention(nn.Module):
     causal: hide later keys.
 
     Gradients are exact for the chosen blocks, and pass through the means; the choice has no gradient. The cost of a
-    query is that of M / block + (top + 1) * block keys, and of M / block scores for the choice.
+    query is about that of M / block + (top + 1) * block keys, and of M / block scores for the choice.
 
     Raises TypeError or ValueError for other values.
     Source: the rule is this library's; MRA, arXiv 2207.10284, refines pooled attention in a similar way, but pools

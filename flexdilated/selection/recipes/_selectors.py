@@ -27,7 +27,8 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
 
     block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12.
     top: blocks that are read, the own block included; at least 2.
-    within: the mask of the attention: causal(), or its intersection with patterns that hide further keys.
+    within: the mask of the attention, a set pattern: causal(), or its intersection with patterns that hide further
+        keys. This is not checked.
 
     Raises TypeError or ValueError for other values.
     Source: MoBA (Mixture of Block Attention), arXiv 2502.13189, section 2.2.
@@ -93,7 +94,7 @@ def xattention(
 
     most: width of the table, which the paper does not bound; `Selection.cut` is the share of query blocks that needed
         more.
-    block: tokens of a query block and of a key block, a multiple of `stride`.
+    block: tokens of a query block and of a key block, above 1, a multiple of `stride`.
     stride: 8 or 16 in the paper.
     threshold: above 0, at most 1.
     within: as in `moba`.
@@ -136,7 +137,7 @@ def seer_attention(
     choose: the paper uses a threshold or a fixed share of the blocks: fd.Threshold(t, most=) or fd.TopK(k).
     within: as in `moba`.
 
-    Raises TypeError for a gate of another kind, and ValueError for one with share="group".
+    Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276, section 3.
 
     >>> q, k = torch.randn(2, 1, 4, 256, 16)
@@ -166,7 +167,7 @@ def seer_attention_r(
     choose: the paper uses a threshold, or a budget that includes the own block: fd.TopK(budget // block - 1).
     within: as in `moba`.
 
-    Raises TypeError for a gate of another kind, and ValueError for one with share="head".
+    Raises TypeError or ValueError for other values.
     Source: SeerAttention-R, arXiv 2506.08889, section 2.
 
     >>> q, k = torch.randn(1, 4, 256, 16), torch.randn(1, 2, 256, 16)

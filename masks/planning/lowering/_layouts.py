@@ -29,7 +29,8 @@ def terms_by_layout(
 
     Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16".
 
-    residues: include the residue-major order of all tokens.
+    multiplicity: number of times that each pair counts.
+    residues: include the residue-major order of all tokens, if the branch's `residue_rate` is above 1.
     gathered: include terms over only the active tokens of each head.
     """
     # Parts of a union are also tried in separate orders; an order for all parts must have few classes.
@@ -131,7 +132,7 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
     """Return (dilated factor, intersection of the other factors) of the rule of one head.
 
     The period of the other factors must divide the segment length; None if no dilated factor fulfils this. Of several
-    that do, the result has the one with the least segment / rate**2, which leaves the fewest pairs.
+    that do, the result has the one with the least segment / rate**2.
     """
     factors = rule.factors()
     bases = sorted(
@@ -249,7 +250,7 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 
 def _num_computed_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """Return the number of pairs if each tile of queries is computed with each tile that one of their windows meets."""
+    """Return an estimate of the number of pairs if each tile of queries is computed with the tiles of their windows."""
     return prod(_num_computed_pairs_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 

@@ -215,7 +215,8 @@ class TableProblems:
     def batches(self, sets: range, queries: range, width: int, element_bytes: int) -> Iterator[Batch]:
         """Yield the attention problems of these head sets and queries, batched by shape.
 
-        The gathered keys, values and masks of a batch take at most GATHERED_BYTES, unless a single problem takes more.
+        For one kernel call, the gathered keys, values and masks of a batch take at most GATHERED_BYTES, unless a single
+        problem takes more.
 
         sets, queries: two ranges that `portions` yields.
         width, element_bytes: channels of keys and values, and bytes of each.
@@ -402,7 +403,7 @@ class TableTerm(Term):
         return int(self.pairs_of_heads().sum())
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Return the number of allowed pairs of each head."""
+        """Return the number of allowed pairs of each head; of `KeyLists`, summed over the batch entries of `shape`."""
         each = self.problems.pairs_of_tables()
         return each.repeat_interleave(len(self.heads) // len(each))
 

@@ -199,8 +199,7 @@ class Term:
 
     The rule is evaluated at fold 0, with query token i at position q_offset + i and key token j at k_offset + j. In a
     term inside windows, such as documents, these positions count from a window's origin, less whole periods of the
-    rule: q_offset may be negative. A pair counts `multiplicity` times,
-    multiplied by its weight if there are `weights`.
+    rule: q_offset may be negative. A pair counts `multiplicity` times, multiplied by its weight if there are `weights`.
     """
 
     rule: Pattern
@@ -294,7 +293,7 @@ class Term:
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of computed blocks over all heads and folds, by kind of query block as in `ListedBlocks`.
+        """Number of computed blocks over all heads and folds, by kind of row of blocks as in `ListedBlocks`.
 
         For block lists it is an estimate. All blocks of a term without lists count as `plain`. If run-time tensors
         differ by batch entry, only the first entry is counted.
@@ -310,7 +309,7 @@ class Term:
         return ListedBlocks(*(blocks * problems for blocks in found))
 
     def tables(self) -> tuple[int, ...]:
-        """Return the index of the block table of each head; heads with equal rules over slots share a table."""
+        """Return the index of the block table of each head; heads that share a table have equal rules over slots."""
         seen: dict[object, int] = {}
         return tuple(seen.setdefault(self._rule_key(index), len(seen)) for index in range(len(self.heads)))
 
@@ -380,7 +379,7 @@ class Term:
         return 0 if period is None else position // period * period
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """Return the block list over the slots of one fold, with a table for each distinct rule of a head.
+        """Return the block list over the slots of one fold, with the tables to which `tables` assigns the heads.
 
         settle: True to evaluate, pair by pair, the blocks that bounds on their number of allowed pairs leave undecided.
             If False, a listed block may have no allowed pair, and a full one may be listed as partial.

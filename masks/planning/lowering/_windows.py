@@ -122,7 +122,7 @@ class _Factorization:
 
 
 def _factorizations(rule: Pattern) -> Iterator[_Factorization]:
-    """Yield each way to write a rule as the intersection of a run-time tensor's rule and a rest.
+    """Yield ways to write a rule as the intersection of a run-time tensor's rule and a rest.
 
     A tensor that is a factor of every part of a union, or of every head's rule, can be split off, too.
     """
