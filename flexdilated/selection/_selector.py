@@ -210,14 +210,14 @@ class BlockSelector(nn.Module):
         """
         coarse = None
         if self.coarse is not None:
-            inner = None if bindings is None else _bindings_named(bindings, self.coarse._tensor_names)
+            of_within = set() if within is None else set(names(within))
+            inner = None if bindings is None else _bindings_named(bindings, self.coarse._tensor_names | of_within)
             options = {"scale": scale, "q_offset": q_offset, "bindings": inner, "within": within}
             coarse = self.coarse(q, k, **options).blocks
             # Drop tensors that only the coarse selector names; a name unknown to both is kept and raises below.
+            own = self._own_tensor_names | of_within
             bindings = (
-                None
-                if bindings is None
-                else _bindings_named(bindings, (set(bindings) - self._tensor_names) | self._own_tensor_names)
+                None if bindings is None else _bindings_named(bindings, (set(bindings) - self._tensor_names) | own)
             )
         rule = self.rule(within)
         tensors = run_time_tensors(self.with_always(rule), bindings, batch=q.shape[0], has_values=not q.is_meta)

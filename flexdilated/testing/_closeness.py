@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .._validate import Place, check_score_mod, check_sinks, check_sizes, check_tensors, check_zero_keys, resolve_scale
+from .._validate import (
+    Place,
+    check_score_mod,
+    check_sinks,
+    check_sizes,
+    check_tensors,
+    check_zero_keys,
+    resolve_scale,
+    run_time_tensors,
+)
 from ..engines import Features, ScoreMod, modified_scores, multiplicity, reference_attention, with_zero_keys
 from ..masks import Bound, Mixture, Pattern
 from ..masks.core import Extent, advises, require_bool, require_expression, require_finite, shortened, span
+from ..masks.patterns import names
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -254,10 +264,9 @@ class DenseAttention:
         check_score_mod(score_mod)
         place = Place(q_offset, k_offset, head_offset, num_heads_global)
         heads = check_sizes(pattern, q, place)
-        rule = pattern
-        if pattern.varies:
-            tensors = {**pattern.given_tensors(), **(bindings or {})}
-            rule = pattern.resolve(tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
+        tensors = dict(zip(names(pattern), run_time_tensors(pattern, bindings, batch=q.shape[0]), strict=True))
+        extent = Extent(q_offset + q.shape[2], k_offset + k.shape[2])
+        rule = pattern.resolve(tensors, extent) if tensors else pattern
         bound = rule.bind(
             num_heads=q.shape[1],
             num_queries=q.shape[2],

@@ -57,7 +57,7 @@ class Bound:
     batch: int
 
     def __post_init__(self) -> None:
-        for name in ("num_queries", "num_keys", "num_heads", "batch"):
+        for name in ("num_queries", "num_keys", "num_heads", "num_heads_global", "batch"):
             require_int(name, getattr(self, name), minimum=1)
         for name in ("head_offset", "q_offset", "k_offset"):
             require_int(name, getattr(self, name), minimum=0)

@@ -52,7 +52,10 @@ class EntryNumber(RunTime):
     num_dims = 0
 
     def table(self, tensor: Tensor, extent: Extent) -> EntryNumbers:
-        return EntryNumbers.of(torch.atleast_1d(integers(self.name, tensor, (0, 1))))
+        rows = torch.atleast_1d(integers(self.name, tensor, (0, 1)))
+        if not len(rows):
+            raise ValueError(f"{self.name} must hold an integer for each batch entry, or one for all; got none")
+        return EntryNumbers.of(rows)
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)

@@ -46,6 +46,25 @@ def test_the_fine_choice_is_within_the_coarse_one(case: Case, ratio: int, rows: 
     assert_selects(case.run(), oracle.select(case.q, case.k, replace(asked, candidates=allowed)), asked.most)
 
 
+def test_both_choices_are_within_what_a_call_names() -> None:
+    """A run-time tensor of the call's own rule, beside one of each selector: coarse and fine get theirs."""
+    real = [torch.rand(16, generator=torch.Generator().manual_seed(seed)) > 0.3 for seed in range(3)]
+    names = ("coarse", "fine", "call")
+
+    def chosen(rules: list[masks.Pattern], bindings: dict[str, Tensor] | None) -> fd.selection.Selection:
+        coarse, fine, call = rules
+        first = fd.BlockSelector(block=4, query_block=1, scorer="mean", choose=fd.TopK(2), within=coarse)
+        selector = fd.BlockSelector(block=2, query_block=1, scorer="mean", choose=fd.TopK(2), within=fine, coarse=first)
+        q, k = (tied(1, 2, 16, 4, seed=seed) for seed in (1, 2))
+        return selector(q, k, within=call, bindings=bindings)
+
+    held = [masks.visible_keys(keys, name=name) for name, keys in zip(names, real, strict=True)]
+    named = [masks.visible_keys(name) for name in names]
+    found = chosen(named, dict(zip(names, real, strict=True)))
+    assert found.blocks.equal(chosen(held, None).blocks)
+    assert not found.blocks.equal(chosen([*held[:2], masks.every()], None).blocks)
+
+
 class Projected(nn.Module):
     """A gate as SeerAttention's: a projection of the query by one of all three pools."""
 

@@ -110,8 +110,9 @@ class BufferPool:
         threshold_bytes: int = 1 << 20,
         budget_bytes: int | None = None,
     ) -> None:
-        for name, number in (("threshold_bytes", threshold_bytes), ("budget_bytes", budget_bytes)):
-            if number is not None and (not isinstance(number, int) or number < 0):
+        given = {"threshold_bytes": threshold_bytes} | ({} if budget_bytes is None else {"budget_bytes": budget_bytes})
+        for name, number in given.items():
+            if not isinstance(number, int) or number < 0:
                 raise ValueError(f"{name} must be an integer, at least 0; got {number!r}")
         self.device = None if device is None else torch.empty(0, device=device).device  # resolves the device index
         self.threshold_bytes, self.budget_bytes, self.name = threshold_bytes, budget_bytes, f"pool {next(_pool_ids)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -102,9 +103,9 @@ class LongNetEncoderConfig:
             for name, only in _ONLY_SUPPORTED.items()
             if given.get(name, only) != only
         ]
-        if given.get("vocab_size", -1) > 0 and not given.get("no_output_layer", False):
+        if (given.get("vocab_size") or 0) > 0 and not given.get("no_output_layer", False):
             refused.append("vocab_size above 0 without no_output_layer=True: an output projection is not available")
-        if given.get("rel_pos_buckets", 0) > 0 and given.get("max_rel_pos", 0) > 0:
+        if (given.get("rel_pos_buckets") or 0) > 0 and (given.get("max_rel_pos") or 0) > 0:
             refused.append("rel_pos_buckets and max_rel_pos above 0: relative positions are not available")
         refused += [f"{name}, which EncoderConfig does not have" for name in given if name not in _KNOWN]
         refused += [f"{name}, which a LongNet needs" for name in _BRANCHES if not given.get(name)]
@@ -160,7 +161,7 @@ def _integers_from(name: str, value: Any) -> tuple[int, ...]:
     """
     try:
         read = literal_eval(value) if isinstance(value, str) else value
-        return tuple(map(int, read))
+        return tuple(map(index, read))
     except (SyntaxError, TypeError, ValueError):
         raise ValueError(
             f"{name} must be a list of integers, or a text such as '[1024, 2048]'; got {value!r:.200}"

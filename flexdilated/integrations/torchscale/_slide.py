@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 
 from ...masks import every
-from ...masks.core import require_choice, require_int
+from ...masks.core import require_choice, require_finite, require_int
 from ...nn import without_padding
 from ._config import LongNetEncoderConfig, load
 from ._encoder import LongNetEncoder, real_tokens, require_batch
@@ -81,6 +81,8 @@ class SlideEncoderConfig:
         for name in ("tile_dim", "grid_size", "tile_size"):
             require_int(name, getattr(self, name), minimum=1)
         require_choice("pooling", self.pooling, POOLINGS)
+        if require_finite("norm_eps", self.norm_eps) <= 0:
+            raise ValueError(f"norm_eps must be above 0; got {self.norm_eps}")
         if self.encoder.embed_dim % 4:
             raise ValueError(f"2-D positions need an embed_dim that is a multiple of 4; got {self.encoder.embed_dim}")
 

@@ -107,7 +107,7 @@ def xattention(
     torch.Size([1, 4, 8, 4])
     """
     require_share("threshold", threshold)
-    require_int("block", block, minimum=1)
+    require_int("block", block, minimum=2)
     return BlockSelector(
         block=block,
         query_block=block,
