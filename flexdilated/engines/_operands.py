@@ -207,10 +207,12 @@ def _listed_unseen(seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"]) -
 def _decide_slots(
     rule: Rule, blocks: Blocks, seen: Int32[Tensor, "R side"], undecided: Bool[Tensor, "R side"], *, is_key: bool
 ) -> Bool[Tensor, "R side"]:
-    """Return the mask `undecided` without slots that are found, or by bounds known, to be in a pair or in none.
+    """Return `undecided` without the slots for which one look-up or bounds decide whether they are in an allowed pair.
 
-    For slots that are in an allowed pair, `seen` is set to 1, in place. Both tensors are of queries, or with is_key of
-    keys, as in `_hidden_mask`. The slots must be consecutive tokens.
+    Looked up is the pair with the nearest position. Of the slots that are decided, those in an allowed pair get 1 in
+    `seen`, in place. Both tensors are of queries, or with is_key of keys, as in `_hidden_mask`.
+
+    rule: its queries must be one slot run, and so must its keys.
     """
     width, left = blocks.num_rows * blocks.q_block, torch.zeros_like(undecided).view(-1)
     own, other, num_others = rule.q, rule.k, blocks.num_k_slots

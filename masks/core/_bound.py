@@ -57,10 +57,11 @@ class Bound:
     batch: int
 
     def __post_init__(self) -> None:
-        for name in ("num_queries", "num_keys", "num_heads", "num_heads_global", "batch"):
+        for name in ("num_queries", "num_keys", "num_heads", "batch"):
             require_int(name, getattr(self, name), minimum=1)
         for name in ("head_offset", "q_offset", "k_offset"):
             require_int(name, getattr(self, name), minimum=0)
+        require_int("num_heads_global", self.num_heads_global, minimum=1)
         if self.head_offset + self.num_heads > self.num_heads_global:
             raise ValueError(
                 f"heads {self.head_offset} to {self.head_offset + self.num_heads - 1} must lie within "

@@ -225,9 +225,12 @@ def _with_run_time_values(
     num_keys: int | None,
     bindings: Mapping[str, Tensor] | None,
 ) -> Expression:
-    """Return the pattern with the values of its run-time tensors.
+    """Return the pattern with the values of its run-time tensors, its own and those in `bindings`.
 
-    Raises TypeError or ValueError for heads, sizes and bindings that are missing or do not fit.
+    num_tokens, num_keys: numbers of queries and keys; None for both leaves a pattern without run-time tensors as it is.
+
+    Raises TypeError or ValueError for heads, sizes and bindings that do not fit, for num_keys alone, and for run-time
+    tensors without values or num_tokens.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")

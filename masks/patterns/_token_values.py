@@ -259,8 +259,8 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
     name: name of the tensor in texts and errors, unless `ids` is a string. Names within a pattern must differ.
 
     `p & documents(ids)` removes the pairs of p between documents; `p.per_document(ids)` also counts positions from the
-    start of each document. When the ids are used, raises ValueError if they decrease or if there is not one for each
-    position.
+    start of each document. When the ids are used, raises TypeError if they are no integers, and ValueError if there is
+    not one for each position or if, padding aside, those of a document are not adjacent and above all earlier ones.
 
     >>> masks.describe(masks.documents([0, 0, 1, 1]), 4).useful_pairs  # 2 documents of 2 x 2
     8

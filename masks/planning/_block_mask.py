@@ -187,9 +187,9 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
 
     Longer segments and longer blocks of `blockwise` begin at other tokens, so single pairs may be lost.
 
-    In compositions, such as `&`, `|`, `+`, choices by head, `after` and `per_document`, each part is rounded. `causal`
-    and `every` have no sizes. All other patterns are unchanged and have a line in `changes`, and so have patterns under
-    `~`, where rounding up would allow fewer pairs.
+    In compositions, such as `&`, `|`, `+`, choices by head, `after` and `per_document`, each part is rounded. `causal`,
+    `every` and the lengths of a BlockMask have no sizes to round. All other patterns are unchanged and have a line in
+    `changes`, and so have patterns under `~`, where rounding up would allow fewer pairs.
 
     block: tokens of a kernel's block, or (queries, keys); of two numbers, windows use the greatest common divisor,
         segments and `blockwise` the least common multiple.

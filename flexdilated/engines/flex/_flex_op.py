@@ -233,8 +233,9 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
 def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
     """Return (mask of hidden queries, mask of hidden keys) of a step; () if its term has no run-time tables.
 
-    A hidden query attends to no key, and no query attends to a hidden key. The shapes do not depend on the values of
-    run-time tensors: a side without hidden slots has a mask of False.
+    A mask is (batch entries, heads, slots), with as many entries and heads as the block tables, and True for hidden
+    slots: a hidden query attends to no key, and no query attends to a hidden key. A side without hidden slots has a
+    mask of False, so that the number of masks does not depend on the values of run-time tensors.
     """
     lead, device = step.mask.kv_num_blocks.shape[:2], step.mask.kv_num_blocks.device
     sides = ((step.hidden.queries, step.term.q.num_slots), (step.hidden.keys, step.term.k.num_slots))

@@ -206,7 +206,10 @@ _RUNNING, _RUNNING_IN_THREAD = _Running(), _RunningInThread()  # graphs cannot r
 
 
 def running_call(module: nn.Module) -> ModelCall | None:
-    """Return the innermost running pass of a watched model that calls the layer `module`; None if there is none."""
+    """Return the innermost running pass of a watched model, which is taken to call the layer `module`; None for none.
+
+    For a pass whose graph broke, it is checked that the model contains `module`.
+    """
     if torch.compiler.is_compiling():
         return _RUNNING.call
     if _RUNNING_IN_THREAD.call is not None:
