@@ -133,7 +133,7 @@ def test_what_misses_its_target_has_its_reason(entry: Entry) -> None:
     assert entry.largest == MILLION or entry.build_why
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_question_runs_at_small_sizes(tmp_path: Path) -> None:
     entries = MEASURES["catalogue"].small["entries"][:1]
     waste, seconds, megabytes = catalogue.catalogue(**{**MEASURES["catalogue"].small, "entries": entries})

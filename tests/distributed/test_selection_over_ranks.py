@@ -192,7 +192,9 @@ def graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [all_selectors, prefill, distilled, checkpoints, graphs], ids=lambda function: function.__name__
+    "function",
+    [all_selectors, prefill, distilled, checkpoints, pytest.param(graphs, marks=pytest.mark.thorough)],
+    ids=lambda function: function.__name__,
 )
 def test_choices_rows_and_gradients_are_those_of_one_rank(function) -> None:
     """A rank without tokens has its part in all of them."""

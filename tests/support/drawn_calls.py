@@ -176,7 +176,7 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
     "flex": {
         (_program, "_MOST_NUMBERS"): [16, 100, 400],
         (_program, "TILE"): [1, 2, 4],
-        (_operands, "_SLOTS_AT_ONCE"): [1, 7],
+        (_operands, "_SLOTS_AT_ONCE"): [20],
     },
     "reference": {},
 }
