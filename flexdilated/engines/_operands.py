@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..masks.blocks import Blocks, Nodes, Rule, SlotRun, dense_masks, mask_classes
+from ..masks.blocks import Blocks, Nodes, Rule, SlotRun, dense_masks, mask_classes, owners_and_places
 from ..masks.core import device_kind
 from ..masks.planning import CountedPairs, SharedListTerm, Term, entry_terms
 
@@ -186,15 +186,28 @@ def hidden_slots(
     if masks is None and len(rule.q.starts) == len(rule.k.starts) == 1:
         open_q = _decide_slots(rule, blocks, seen_q, open_q, is_key=False)
         open_k = _decide_slots(rule, blocks, seen_k, open_k, is_key=True)
-    # Blocks whose queries and keys are all decided need no evaluation.
-    doubtful = (~blocks.full & (open_q.any(1)[row] | open_k.any(1)[column])).nonzero().squeeze(1)
-    for some, by_row, by_column in _slots_in_pairs(rule, blocks, doubtful, ids, masks):
-        seen_q.index_add_(0, row[some], by_row.int())
-        seen_k.index_add_(0, column[some], by_column.int())
+    # Blocks whose queries and keys are all decided need no evaluation: the first ones of a row or column often decide.
+    left, most = (~blocks.full).nonzero().squeeze(1), 1
+    while len(left := left[open_q.any(1)[row[left]] | open_k.any(1)[column[left]]]):
+        first = torch.ones_like(left, dtype=torch.bool)
+        if masks is None:
+            first = (_places_in_groups(row[left]) < most) | (_places_in_groups(column[left]) < most)
+        for some, by_row, by_column in _slots_in_pairs(rule, blocks, left[first], ids, masks):
+            seen_q.index_add_(0, row[some], by_row.int())
+            seen_k.index_add_(0, column[some], by_column.int())
+        open_q, open_k = open_q & (seen_q == 0), open_k & (seen_k == 0)
+        left, most = left[~first], 4 * most
     heads = list(blocks.heads) if blocks.num_tables > 1 else [0]
     queries = _hidden_mask(seen_q, row, blocks.num_tables, heads, blocks.num_q_slots)
     keys = _hidden_mask(seen_k, column, blocks.num_tables, heads, blocks.num_k_slots)
     return HiddenSlots(queries, keys)
+
+
+def _places_in_groups(groups: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
+    """Return, for each item, how many earlier items are of its group."""
+    order = groups.argsort(stable=True)
+    _, places = owners_and_places(groups[order].unique_consecutive(return_counts=True)[1])
+    return torch.empty_like(groups).index_copy_(0, order, places)
 
 
 def _listed_unseen(seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"]) -> Bool[Tensor, "R side"]:

@@ -13,5 +13,5 @@ from ._blocks import (
     repeat_blocks,
 )
 from ._pair_search import Budget, PairCounts, bounded_pairs, even_places, pairs_of_queries, settle
-from ._rule import BlockPlaces, Nodes, Rule, SlotRun, allowed_pairs, mask_classes
+from ._rule import BlockPlaces, Nodes, Rule, SlotRun, allowed_pairs, mask_classes, owners_and_places
 from ._tables import PackedBlocks, table_bytes, to_block_mask
