@@ -93,8 +93,8 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
     monkeypatch.chdir(tmp_path)
-    if page.name == "convert.md":
-        vision()  # timm is found where the tests keep it
+    if page.name in ("convert.md", "diffusers.md"):
+        vision()  # timm and diffusers are found where the tests keep them
     if page.name == "choosing.md":
         make_memory_up(monkeypatch)  # it prints pairs of plans, and no bytes
     run(page)
