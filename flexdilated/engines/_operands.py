@@ -74,6 +74,7 @@ def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n
 
 _BLOCKS_AT_ONCE = 1 << 14  # most blocks in one step of `_slots_in_pairs`
 _SLOTS_AT_ONCE = 1 << 18  # most slots of which bounds are computed at once
+_BOUNDS_COST = 256  # pairs of blocks that are evaluated in the time of the bounds of a slot
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
@@ -183,11 +184,13 @@ def hidden_slots(
     seen_k = torch.zeros(blocks.num_tables * blocks.num_columns, blocks.k_block, dtype=torch.int32)
     seen_q[row[blocks.full]], seen_k[column[blocks.full]] = 1, 1
     open_q, open_k = _listed_unseen(seen_q, row), _listed_unseen(seen_k, column)
-    if masks is None and len(rule.q.starts) == len(rule.k.starts) == 1:
-        open_q = _decide_slots(rule, blocks, seen_q, open_q, is_key=False)
-        open_k = _decide_slots(rule, blocks, seen_k, open_k, is_key=True)
-    # Blocks whose queries and keys are all decided need no evaluation: the first ones of a row or column often decide.
     left, most = (~blocks.full).nonzero().squeeze(1), 1
+    if masks is None and len(rule.q.starts) == len(rule.k.starts) == 1:
+        pairs, slots = len(left) * blocks.q_block * blocks.k_block, int(open_q.sum() + open_k.sum())
+        if pairs > _BOUNDS_COST * slots:
+            open_q = _decide_slots(rule, blocks, seen_q, open_q, is_key=False)
+            open_k = _decide_slots(rule, blocks, seen_k, open_k, is_key=True)
+    # Blocks whose queries and keys are all decided need no evaluation: the first ones of a row or column often decide.
     while len(left := left[open_q.any(1)[row[left]] | open_k.any(1)[column[left]]]):
         first = torch.ones_like(left, dtype=torch.bool)
         if masks is None:
@@ -222,8 +225,8 @@ def _decide_slots(
 ) -> Bool[Tensor, "R side"]:
     """Return `undecided` without the slots for which one look-up or bounds decide whether they are in an allowed pair.
 
-    Looked up is the pair with the nearest position. Of the slots that are decided, those in an allowed pair get 1 in
-    `seen`, in place. Both tensors are of queries, or with is_key of keys, as in `_hidden_mask`.
+    Looked up is the pair with the same position, or the one before it. Of the slots that are decided, those in an
+    allowed pair get 1 in `seen`, in place. Both tensors are of queries, or with is_key of keys, as in `_hidden_mask`.
 
     rule: its queries must be one slot run, and so must its keys.
     """
@@ -327,13 +330,14 @@ def _slots_in_pairs(
     The masks have shapes (n, q_block) and (n, k_block).
 
     index: indices of all blocks to look at, of which each step yields n.
-    ids, masks: as from `distinct_masks`; None evaluates the rule, once for blocks that are known to have equal masks.
+    ids, masks: as from `distinct_masks`; None evaluates the rule, once a step for blocks known to have equal masks.
     """
-    if masks is None or ids is None:
-        ids, one_of_each = mask_classes(rule, blocks.places(index), blocks.shape)
-        tiles = dense_masks(rule, blocks.places(index[one_of_each]), blocks.shape)
-        rows, columns = map(torch.cat, zip(*((each.any(2), each.any(1)) for each in tiles), strict=True))
-    else:
-        rows, columns, ids = masks.any(2), masks.any(1), ids[index]
-    for some, own in zip(index.split(_BLOCKS_AT_ONCE), ids.split(_BLOCKS_AT_ONCE), strict=True):
+    known = None if masks is None or ids is None else (masks.any(2), masks.any(1), ids)
+    for some in index.split(_BLOCKS_AT_ONCE):
+        if known is not None:
+            rows, columns, own = *known[:2], known[2][some]
+        else:
+            own, one_of_each = mask_classes(rule, blocks.places(some), blocks.shape)
+            tiles = dense_masks(rule, blocks.places(some[one_of_each]), blocks.shape)
+            rows, columns = map(torch.cat, zip(*((each.any(2), each.any(1)) for each in tiles), strict=True))
         yield some, rows[own], columns[own]

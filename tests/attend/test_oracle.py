@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
+from flexdilated.engines import _operands
 from tests.support.agreement import assert_nothing_spreads
 from tests.support.dense_flex import flex_on_cpu
 from tests.support.drawn_calls import BAD, ENGINES, DrawnCall, drawn_calls
@@ -88,10 +89,17 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize(
-    ("engine", "N", "dtype"),
-    [("aten", 300, torch.bfloat16), ("aten", 1100, torch.float32), ("flex", 300, torch.float32)],
+    ("engine", "N", "dtype", "bounds_cost"),
+    [
+        ("aten", 300, torch.bfloat16, 256),
+        ("aten", 1100, torch.float32, 256),
+        ("flex", 300, torch.float32, 0),
+        ("flex", 300, torch.float32, 1 << 20),
+    ],
 )
-def test_hidden_slots_among_many_blocks(engine: str, name: str, N: int, dtype: torch.dtype) -> None:
+def test_hidden_slots_among_many_blocks(
+    engine: str, name: str, N: int, dtype: torch.dtype, bounds_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At lengths that span several blocks of the kernels, where the planner decides otherwise."""
     pattern, M = LARGE[name](N), N + 60 if name == "keys after queries" else N
     generator = torch.Generator().manual_seed(N)
@@ -103,8 +111,11 @@ def test_hidden_slots_among_many_blocks(engine: str, name: str, N: int, dtype: t
     counts = fd.engines.multiplicity(bound, torch.device("cpu"))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return fd.attend(q, k, v, pattern, q_offset=0, enable_gqa=True, return_lse=True, engine=engine)
+        block_size = 16 if engine == "flex" else None
+        options = {"q_offset": 0, "enable_gqa": True, "return_lse": True, "engine": engine, "block_size": block_size}
+        return fd.attend(q, k, v, pattern, **options)
 
     assert (counts == 0).all(3).any() or (counts == 0).all(2).any()
+    monkeypatch.setattr(_operands, "_BOUNDS_COST", bounds_cost)
     with flex_on_cpu(trains=True) if engine == "flex" else nullcontext():
         assert_nothing_spreads(attend, (q, k, v), counts, float("nan"))

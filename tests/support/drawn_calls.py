@@ -177,6 +177,8 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
         (_program, "_MOST_NUMBERS"): [16, 100, 400],
         (_program, "TILE"): [1, 2, 4],
         (_operands, "_SLOTS_AT_ONCE"): [20],
+        (_operands, "_BOUNDS_COST"): [0],
+        (_operands, "_BLOCKS_AT_ONCE"): [3],
     },
     "reference": {},
 }

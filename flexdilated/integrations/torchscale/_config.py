@@ -5,7 +5,6 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -161,7 +160,10 @@ def _integers_from(name: str, value: Any) -> tuple[int, ...]:
     """
     try:
         read = literal_eval(value) if isinstance(value, str) else value
-        return tuple(map(index, read))
+        numbers = tuple(map(int, read))
+        if any(number != float(one) for number, one in zip(numbers, read, strict=True)):
+            raise ValueError(f"{read!r} has fractions")
+        return numbers
     except (SyntaxError, TypeError, ValueError):
         raise ValueError(
             f"{name} must be a list of integers, or a text such as '[1024, 2048]'; got {value!r:.200}"

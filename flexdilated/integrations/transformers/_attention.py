@@ -264,8 +264,8 @@ def _restrict_to_documents(
 ) -> Visibility:
     """Return the mask restricted to packed documents, whose beginnings are found in position_ids.
 
-    Returns `mask` itself if no documents are found, if the model's rule has them already, and, in a model without
-    hooks, for a module that is not causal. The search is made once for all layers that get `mask`.
+    Returns `mask` itself if no documents are found or the model's rule has them already. The search is made once for
+    all layers that get `mask`; in a model without hooks, a module that is not causal does not begin it.
 
     query: only its number of queries is read.
     options: `options` of `attention`; their position_ids are used in a model without hooks.
@@ -274,7 +274,7 @@ def _restrict_to_documents(
 
     Raises ValueError for documents that the model or its cache cannot keep apart.
     """
-    if mask.are_documents_read:
+    if mask.are_documents_read:  # first: layers that are recomputed in a backward have no running call
         return mask.restricted or mask
     call = running_call(module)
     if call is None:
