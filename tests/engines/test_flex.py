@@ -19,14 +19,15 @@ from torch.nn.attention.flex_attention import flex_attention
 import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import masks
-from flexdilated.engines import Dropout, Features, allowed_on
+from flexdilated.engines import Dropout, Features, _operands, allowed_on
 from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _flex, _program, _selected_flex
 from flexdilated.engines.flex._flex import run_flex
-from flexdilated.engines.flex._flex_op import static_program
+from flexdilated.engines.flex._flex_op import run_time_program, static_program
 from flexdilated.engines.flex._program import TABLES, FlexProgram
 from flexdilated.engines.flex._selected_flex import CallOffsets, SelectedBlockSizes, attend_selected, unit_of
 from flexdilated.masks import planning
+from flexdilated.masks.blocks import dense_masks
 from flexdilated.masks.core import Box, Progression
 from flexdilated.masks.patterns import table_split
 from flexdilated.testing._drawn_patterns import window_by_head
@@ -84,6 +85,30 @@ def test_a_million_causal_tokens_have_short_lists():
         sides.append({step.structure.sides for step in program.steps})
         fd.masks.cache().clear()
     assert sides == [{(1024, 1024)}, {(128, 128)}, {(512, 512)}]
+
+
+DOCUMENTS = masks.longnet((256, 1024), (1, 4)).per_document(torch.arange(4096) // 700) & masks.causal()
+FEW_EVALUATED = {
+    "documents": (DOCUMENTS, 0),
+    "a grid": (masks.neighborhood((64, 64), (8, 8)), 0),
+    "keys before the queries": ((masks.local_window(left=128, right=0) | masks.strided(128)) & masks.causal(), 1000),
+}
+
+
+@pytest.mark.parametrize(("pattern", "q_offset"), FEW_EVALUATED.values(), ids=FEW_EVALUATED)
+def test_hidden_slots_are_found_in_few_blocks(pattern, q_offset, monkeypatch):
+    """Most by a pair of a token with itself and by bounds: a batch of new documents has them found anew."""
+    evaluated = []
+
+    def counted(rule, places, shape):
+        evaluated.append(len(places.table))
+        return dense_masks(rule, places, shape)
+
+    monkeypatch.setattr(_operands, "dense_masks", counted)
+    call = Call(pattern.text, 2, 2, 4096 - q_offset, 4096, q_offset, 0, 0, 2, 1, ())
+    bindings = list(pattern.given_tensors().values())
+    program = run_time_program(call, CPU, bindings, 1) if bindings else static_program(call, CPU)
+    assert sum(evaluated) < sum(int(step.mask.kv_num_blocks.sum()) for step in program.steps) / 5
 
 
 def test_kernels_of_the_cpu_get_no_narrow_heads():
