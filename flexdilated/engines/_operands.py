@@ -82,6 +82,7 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
 
     Heads and batch entries may overlap. A negative view is resolved, into a copy.
     """
+    # Kernels rely on both, and few of them check. `transpose` parts vectors, `unfold` lets tokens overlap.
     x = x.resolve_neg()
     if x.is_contiguous():  # the usual case, and the quickest to check
         return x
@@ -225,8 +226,10 @@ def _decide_slots(
 ) -> Bool[Tensor, "R side"]:
     """Return `undecided` without the slots for which one look-up or bounds decide whether they are in an allowed pair.
 
-    Looked up is the pair with the same position, or the one before it. Of the slots that are decided, those in an
-    allowed pair get 1 in `seen`, in place. Both tensors are of queries, or with is_key of keys, as in `_hidden_mask`.
+    A query is looked up with the key at its own position, or if there is none with the one before; a key likewise. The
+    decided slots that are in an allowed pair get 1 in `seen`, in place.
+
+    seen, undecided: of queries, or with is_key of keys, in the order of `seen` in `_hidden_mask`.
 
     rule: its queries must be one slot run, and so must its keys.
     """

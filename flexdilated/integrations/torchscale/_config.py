@@ -164,7 +164,7 @@ def _integers_from(name: str, value: Any) -> tuple[int, ...]:
         if any(number != float(one) for number, one in zip(numbers, read, strict=True)):
             raise ValueError(f"{read!r} has fractions")
         return numbers
-    except (SyntaxError, TypeError, ValueError):
+    except (SyntaxError, TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{name} must be a list of integers, or a text such as '[1024, 2048]'; got {value!r:.200}"
         ) from None
